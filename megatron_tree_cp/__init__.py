@@ -25,7 +25,7 @@ _EXPORTS = {
 }
 _SUBMODULES = ("ops",)
 
-__all__ = [  # noqa: F822 (resolved by __getattr__)
+__all__ = [
     "InputError",
     "LayerClass",
     "ModelShape",
