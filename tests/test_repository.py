@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SHELL = sorted([*(ROOT / "scripts").rglob("*.sh"), ROOT / ".ci" / "run"])
+SHELL = sorted(
+    [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("scripts/**/*.slurm"), ROOT / ".ci" / "run"]
+)
 TEXT = {".py", ".sh", ".md", ".toml", ".txt", ".yaml", ".yml", ".slurm", ".patch", ""}
 
 
@@ -52,8 +54,9 @@ def test_pins_respect_the_lower_bounds_of_the_package():
 
     for name in ("cpu-py312.txt", "h200.txt"):
         for line in (ROOT / "constraints" / name).read_text().splitlines():
-            if not line or line.startswith("#"):
+            pin = line.split("#")[0].strip()
+            if not pin:
                 continue
-            package, version = line.split("==")
+            package, version = pin.split("==")
             if package.lower() in bounds:
-                assert Version(version) >= Version(bounds[package.lower()]), f"{name}: {line}"
+                assert Version(version) >= Version(bounds[package.lower()]), f"{name}: {pin}"
