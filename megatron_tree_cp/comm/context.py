@@ -1,0 +1,145 @@
+"""`TreeContext`: one rank's torch side of a row plan, shared by all layers of one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from megatron_tree_cp.comm.exchange import RangeExchange, exchange_stream
+from megatron_tree_cp.plan.exchange import layout_exchange
+
+if TYPE_CHECKING:
+    from megatron_tree_cp.plan.layout import Layout
+    from megatron_tree_cp.plan.row_plan import RowPlan
+
+T = TypeVar("T")
+
+
+class TreeContext:
+    """One rank's view of a plan: where its tokens are, and what layers share about the row.
+
+    Args:
+        plan: the row's plan, equal on all ranks of the CP group.
+        cp_group: process group of the plan's ranks; None for CP1.
+        device: device of the shard.
+        tp_group: tensor-parallel group, for operators that need it.
+        stream: CUDA side stream of the exchanges; by default one per device.
+
+    Attributes:
+        rank, cp_size: this rank in the CP group, and the group's size.
+        num_tokens: T, rows of this rank's shard in layout "main", padding included.
+        num_real: real tokens of the shard; they are its leading rows.
+        row_indices: int64[T] row index of every shard row, -1 at padding.
+        positions: int64[T] logical position of every shard row, 0 at padding.
+    """
+
+    def __init__(
+        self,
+        plan: RowPlan,
+        cp_group: dist.ProcessGroup | None,
+        device: torch.device | str,
+        tp_group: dist.ProcessGroup | None = None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        group_size = 1 if cp_group is None else dist.get_world_size(cp_group)
+        if group_size != plan.cp_size:
+            raise ValueError(
+                f"plan was made for {plan.cp_size} context-parallel ranks but cp_group has "
+                f"{group_size}; plan the row with cp_size={group_size}"
+            )
+        self.plan = plan
+        # A single rank has nobody to talk to; its exchanges are plain gathers.
+        self.cp_group = cp_group if group_size > 1 else None
+        self.tp_group = tp_group
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.cp_size = group_size
+        self.rank = 0 if cp_group is None else dist.get_rank(cp_group)
+        self.stream = stream if stream is not None else exchange_stream(self.device)
+        self._memo: dict[Hashable, Any] = {}
+        layout = plan.layouts["main"]
+        self.num_tokens = layout.shard_size(self.rank)
+        self.num_real = layout.num_real(self.rank)
+        self.row_indices = self.layout_row_indices("main")
+        self.positions = self.layout_positions("main")
+
+    def layout(self, name: str) -> Layout:
+        """Return the plan's layout `name`; a ValueError names the known ones."""
+        if name not in self.plan.layouts:
+            known = ", ".join(sorted(self.plan.layouts))
+            raise ValueError(f"the plan has no layout {name!r}; it has: {known}")
+        return self.plan.layouts[name]
+
+    def layout_row_indices(self, name: str) -> torch.Tensor:
+        """Row index of every row of this rank's shard in layout `name`, -1 at padding."""
+
+        def build() -> torch.Tensor:
+            rows = torch.from_numpy(self.layout(name).row_indices(self.rank).copy())
+            return rows.to(self.device, non_blocking=True)
+
+        return self.cached(("row_indices", name), build)
+
+    def layout_positions(self, name: str) -> torch.Tensor:
+        """Position of every row of this rank's shard in layout `name`, 0 at padding."""
+
+        def build() -> torch.Tensor:
+            rows = self.layout(name).row_indices(self.rank)
+            positions = self.plan.tree.positions[rows.clip(min=0)]
+            positions[rows < 0] = 0
+            return torch.from_numpy(positions).to(self.device, non_blocking=True)
+
+        return self.cached(("positions", name), build)
+
+    def cached(self, key: Hashable, build: Callable[[], T]) -> T:
+        """Return the value built for `key` once in the life of this context (one row)."""
+        if key not in self._memo:
+            self._memo[key] = build()
+        return self._memo[key]
+
+    def exchange(self, x: torch.Tensor, src: str, dst: str) -> torch.Tensor:
+        """Move rows [T_src, ...] of layout `src` to layout `dst`: [T_dst, ...], differentiable.
+
+        Padding rows come out 0, whatever the input holds there, and receive no gradient. Every
+        rank of the CP group calls this in the same order.
+        """
+        rows = self.layout(src).shard_size(self.rank)
+        if x.shape[0] != rows:
+            raise ValueError(
+                f"x has {x.shape[0]} rows but layout {src!r} gives rank {self.rank} {rows}"
+            )
+        return _LayoutExchange.apply(x, self._layout_exchange(src, dst))
+
+    def _layout_exchange(self, src: str, dst: str) -> RangeExchange:
+        def build() -> RangeExchange:
+            plan = layout_exchange(self.layout(src), self.layout(dst))
+            return RangeExchange(
+                plan.rank(self.rank),
+                self.cp_group,
+                self.device,
+                self.stream,
+                num_rows=self.layout(dst).shard_size(self.rank),
+            )
+
+        return self.cached(("layout_exchange", src, dst), build)
+
+
+class _LayoutExchange(torch.autograd.Function):
+    """Layout change; its gradient travels the same routes backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, exchange: RangeExchange) -> torch.Tensor:
+        ctx.exchange, ctx.rows = exchange, x.shape[0]
+        return exchange.start(x).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        returned = ctx.exchange.start_transposed(grad).wait()
+        total = grad.new_zeros((ctx.rows, *grad.shape[1:]))
+        # Every row has one owner in either layout: this places rows, it sums nothing.
+        return ctx.exchange.accumulate(total, returned), None

@@ -1,0 +1,189 @@
+"""Planned exchange of row ranges between the ranks of a CP group, and its transpose.
+
+One exchange is a gather of planned ranges, one `all_to_all_single`, and (for layout changes) a
+placement. Its transpose sends every received row's gradient back to the row's owner, who adds the
+contributions in ascending order of the returning rank. Every rank calls every collective, with
+nothing to send or receive too: the list of collectives is part of the plan, not of the data.
+
+Shapes: n_send rows leave this rank, n_recv rows arrive, W is the product of the trailing dims.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_tree_cp.plan.layout import expand_ranges
+
+if TYPE_CHECKING:
+    from megatron_tree_cp.plan.exchange import RankExchange
+
+
+@functools.cache
+def exchange_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return the side stream of a CUDA device for exchanges, None on CPU.
+
+    One stream per device for the life of the process: the caching allocator keeps a pool per
+    stream, so a stream per row would multiply the memory held for receive buffers.
+    """
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Stream(device=device, priority=-1)
+
+
+@dataclass(frozen=True)
+class PendingExchange:
+    """A started exchange; `wait()` makes the current stream wait and returns the buffer."""
+
+    buffer: torch.Tensor
+    event: torch.cuda.Event | None
+
+    def wait(self) -> torch.Tensor:
+        """Order the current stream behind the exchange (no host wait) and return its buffer."""
+        if self.event is not None:
+            current = torch.cuda.current_stream(self.buffer.device)
+            current.wait_event(self.event)
+            # The buffer belongs to the side stream's pool: keep it from being handed out again
+            # there while kernels of the current stream still read it.
+            self.buffer.record_stream(current)
+        return self.buffer
+
+
+class RangeExchange:
+    """One rank's part of a planned exchange, ready on a device.
+
+    Args:
+        plan: this rank's send and receive ranges.
+        group: process group of the exchange; None for a single rank.
+        device: device of the index tensors.
+        stream: CUDA side stream; None runs on the current stream (and on CPU).
+        num_rows: rows of the destination buffer, `plan.num_recv` by default. Rows that no range
+            covers come out 0 (padding of a layout).
+    """
+
+    def __init__(
+        self,
+        plan: RankExchange,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        stream: torch.cuda.Stream | None = None,
+        num_rows: int | None = None,
+    ) -> None:
+        self.group = group
+        self.device = device
+        self.stream = stream
+        self.send_counts = [int(count) for count in plan.send_counts]
+        self.recv_counts = [int(count) for count in plan.recv_counts]
+        self.num_send = sum(self.send_counts)
+        self.num_recv = int(plan.num_recv)
+        self.num_rows = self.num_recv if num_rows is None else num_rows
+        if group is None and len(self.send_counts) != 1:
+            raise ValueError(
+                f"an exchange between {len(self.send_counts)} ranks needs their process group; "
+                "pass cp_group to TreeContext"
+            )
+        send = expand_ranges(plan.send_starts, plan.send_lengths)
+        self.min_source_rows = int(send.max()) + 1 if send.size else 0
+        self.send_index = _upload(send, device)
+        placement = expand_ranges(plan.recv_starts, plan.recv_lengths)
+        identity = self.num_rows == self.num_recv and np.array_equal(
+            placement, np.arange(self.num_recv)
+        )
+        self.placement = None if identity else _upload(placement, device)
+
+    def start(self, *tensors: torch.Tensor) -> PendingExchange:
+        """Gather the planned rows of `tensors` [rows, ...] and send them.
+
+        Several tensors travel side by side in one buffer of flattened columns. Returns the pending
+        buffer: [num_rows, ...] for one tensor, [num_rows, sum of W] for several.
+        """
+        for tensor in tensors:
+            if tensor.shape[0] < self.min_source_rows:
+                raise ValueError(
+                    f"exchange reads row {self.min_source_rows - 1} of a tensor with "
+                    f"{tensor.shape[0]} rows; pass the shard of the plan's layout"
+                )
+
+        def gather() -> torch.Tensor:
+            parts = [tensor.index_select(0, self.send_index) for tensor in tensors]
+            send = parts[0] if len(parts) == 1 else torch.cat([_rows(p) for p in parts], dim=1)
+            received = self._all_to_all(send, self.send_counts, self.recv_counts)
+            if self.placement is None:
+                return received
+            buffer = received.new_zeros((self.num_rows, *received.shape[1:]))
+            return buffer.index_copy_(0, self.placement, received)
+
+        return self._launch(gather, tensors)
+
+    def start_transposed(self, *grads: torch.Tensor) -> PendingExchange:
+        """Send gradients of received rows [num_rows, ...] back: pending [num_send, ...].
+
+        Several tensors travel side by side as in `start`. The returned rows are destination-major,
+        in the order in which `start` sent them; `accumulate` adds them up.
+        """
+
+        def scatter() -> torch.Tensor:
+            parts = list(grads)
+            if self.placement is not None:
+                parts = [grad.index_select(0, self.placement) for grad in parts]
+            send = parts[0] if len(parts) == 1 else torch.cat([_rows(p) for p in parts], dim=1)
+            return self._all_to_all(send, self.recv_counts, self.send_counts)
+
+        return self._launch(scatter, grads)
+
+    def accumulate(self, total: torch.Tensor, returned: torch.Tensor) -> torch.Tensor:
+        """Add returned rows [num_send, ...] to their source rows of `total` [rows, ...], in place.
+
+        Rows are added one destination rank after the other, in ascending order, and a destination
+        asks for a row once: no two adds of one launch meet, so the sum is bitwise repeatable.
+        """
+        begin = 0
+        for count in self.send_counts:
+            if count:
+                rows = slice(begin, begin + count)
+                total.index_add_(0, self.send_index[rows], returned[rows].to(total.dtype))
+            begin += count
+        return total
+
+    def _launch(
+        self, work: Callable[[], torch.Tensor], inputs: tuple[torch.Tensor, ...]
+    ) -> PendingExchange:
+        if self.stream is None:
+            return PendingExchange(work(), None)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            buffer = work()
+            event = torch.cuda.Event()
+            event.record(self.stream)
+        for tensor in inputs:
+            tensor.record_stream(self.stream)
+        return PendingExchange(buffer, event)
+
+    def _all_to_all(
+        self, send: torch.Tensor, send_counts: list[int], recv_counts: list[int]
+    ) -> torch.Tensor:
+        if self.group is None:
+            return send
+        send = send.contiguous()
+        received = send.new_empty((sum(recv_counts), *send.shape[1:]))
+        dist.all_to_all_single(received, send, recv_counts, send_counts, group=self.group)
+        return received
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Flatten the trailing dims, by explicit width: -1 is ambiguous for zero rows."""
+    return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
+
+
+def _upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor

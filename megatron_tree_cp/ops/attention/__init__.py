@@ -1,0 +1,1 @@
+"""Dense attention over packed prefix trees; README.md holds the maths and the reading order."""

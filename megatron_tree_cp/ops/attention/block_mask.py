@@ -1,0 +1,81 @@
+"""Tile classes of an interval mask: which (query tile x key tile) to skip, mask, or take whole.
+
+*full* comes from the tile-wise max of lo and min of hi and is exact. *touched* comes from a
+difference array over query tiles, one column per key tile, and is exact without a window: it counts
+each key's own tiles, not the hull of the key tile's intervals. With a window the extreme positions
+of the two tiles bound the distance, so *touched* is conservative and *full* stays exact in the
+sense that no full tile hides a pair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from megatron_tree_cp.ops.attention.interval_mask import IntervalMask
+
+_FAR = 2**30
+
+
+@dataclass(frozen=True)
+class TileClasses:
+    """Classes of the tiles of one mask.
+
+    Attributes:
+        touched: bool[query tiles, key tiles], some pair of the tile may be visible.
+        full: bool[query tiles, key tiles], every pair inside the mask's extents is visible;
+            a subset of `touched`.
+        q_tile, k_tile: tile sizes in rows.
+    """
+
+    touched: torch.Tensor
+    full: torch.Tensor
+    q_tile: int
+    k_tile: int
+
+
+def tile_classes(mask: IntervalMask, q_tile: int, k_tile: int) -> TileClasses:
+    """Classify all tiles of `mask` on its device, without a host synchronisation."""
+    num_q, num_k = -(-mask.num_queries // q_tile), -(-mask.num_keys // k_tile)
+    device = mask.lo.device
+    if num_q == 0 or num_k == 0:
+        none = torch.zeros(num_q, num_k, dtype=torch.bool, device=device)
+        return TileClasses(none, none, q_tile, k_tile)
+    lo, hi = mask.lo.long(), mask.hi.long()
+    touched = _touched(lo, hi, num_q, num_k, q_tile, k_tile)
+
+    first = torch.arange(num_q, device=device)[:, None] * q_tile
+    last = (first + q_tile).clamp(max=mask.num_queries)
+    lo_max = _per_tile(lo, num_k, k_tile, -_FAR).amax(1)
+    hi_min = _per_tile(hi, num_k, k_tile, _FAR).amin(1)
+    full = (lo_max <= first) & (hi_min >= last)
+    if mask.window is not None:
+        q_pos, k_pos = mask.q_positions.long(), mask.k_positions.long()
+        q_min = _per_tile(q_pos, num_q, q_tile, _FAR).amin(1)[:, None]
+        q_max = _per_tile(q_pos, num_q, q_tile, -_FAR).amax(1)[:, None]
+        k_min = _per_tile(k_pos, num_k, k_tile, _FAR).amin(1)
+        k_max = _per_tile(k_pos, num_k, k_tile, -_FAR).amax(1)
+        full &= q_max - k_min < mask.window
+        touched &= q_min - k_max < mask.window
+    return TileClasses(touched, full & touched, q_tile, k_tile)
+
+
+def _touched(
+    lo: torch.Tensor, hi: torch.Tensor, num_q: int, num_k: int, q_tile: int, k_tile: int
+) -> torch.Tensor:
+    """Exact bool[num_q, num_k]: some interval of the key tile meets the query tile."""
+    key_tile = torch.arange(lo.shape[0], device=lo.device) // k_tile
+    step = (lo < hi).int()
+    begin = (lo // q_tile).clamp(0, num_q)
+    end = ((hi - 1) // q_tile + 1).clamp(0, num_q)
+    difference = torch.zeros((num_q + 1) * num_k, dtype=torch.int32, device=lo.device)
+    difference.index_add_(0, begin * num_k + key_tile, step)
+    difference.index_add_(0, end * num_k + key_tile, -step)
+    return difference.view(num_q + 1, num_k).cumsum(0)[:num_q] > 0
+
+
+def _per_tile(values: torch.Tensor, num_tiles: int, tile: int, fill: int) -> torch.Tensor:
+    """View a vector as [num_tiles, tile], the tail filled with a neutral value."""
+    return F.pad(values, (0, num_tiles * tile - values.shape[0]), value=fill).view(num_tiles, tile)

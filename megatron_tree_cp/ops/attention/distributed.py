@@ -1,0 +1,227 @@
+"""Distributed tree attention: exchanges, stages, merge and sink around a local kernel.
+
+Q and O stay with their owner; KV rows come to the queries, K and V side by side in one buffer.
+Forward starts every wave's exchange, runs the local stage, then merges the waves in order. Backward
+takes the remote stages first, sends each wave's dK and dV back while the next stage computes, runs
+the local stage last, and adds the returned rows wave by wave in fp32 at the owner. Every rank calls
+the same exchanges in the same order, with or without work of its own.
+
+    rank r forward    start X_0 .. X_{W-1} | local | wait X_0, stage 0, merge | .. | sink
+    rank r backward   stage 0, start R_0 | stage 1, start R_1 | .. | local | wait and add R_0 ..
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megatron_tree_cp.comm.context import TreeContext
+from megatron_tree_cp.ops.attention.merge import merge_into
+from megatron_tree_cp.ops.attention.registry import Implementation
+from megatron_tree_cp.ops.attention.sink import apply_sink, sink_gradient
+from megatron_tree_cp.ops.attention.stages import AttentionStages, Stage, attention_stages
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class DistributedAttention(torch.autograd.Function):
+    """Attention of one layer on one rank; returns (out [T, Hq, Dv], lse [T, Hq])."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        tree: TreeContext,
+        window: int | None,
+        scale: float,
+        implementation: Implementation,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        stages = attention_stages(tree, window)
+        kernel = implementation.load()
+        real = slice(0, tree.num_real)
+        out, lse, remote = forward_stages(q[real], k[real], v[real], stages, kernel, scale)
+        if sink is not None:
+            out, lse = apply_sink(out, lse, sink)
+        out, lse = _pad(out.to(q.dtype), tree.num_tokens), _pad(lse, tree.num_tokens)
+        ctx.save_for_backward(q, k, v, sink, out, lse, *remote)
+        ctx.tree, ctx.stages, ctx.kernel, ctx.scale = tree, stages, kernel, scale
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, sink, out, lse, *remote = ctx.saved_tensors
+        tree: TreeContext = ctx.tree
+        real = slice(0, tree.num_real)
+        dout = torch.zeros_like(out) if dout is None else dout
+        dout, lse = dout[real], lse[real]
+        delta = (dout.to(lse.dtype) * out[real].to(lse.dtype)).sum(2)
+        if dlse is not None:
+            delta = delta - dlse[real]
+        grads = backward_stages(
+            (dout, q[real], k[real], v[real], out[real], lse, delta),
+            tuple(remote),
+            ctx.stages,
+            ctx.kernel,
+            ctx.scale,
+        )
+        dq, dk, dv = (
+            _pad(grad.to(x.dtype), tree.num_tokens)
+            for grad, x in zip(grads, (q, k, v), strict=True)
+        )
+        dsink = None if sink is None else sink_gradient(lse, delta, sink)
+        return dq, dk, dv, dsink, None, None, None, None
+
+
+def forward_stages(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    stages: AttentionStages,
+    kernel: Any,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """All stages over the real rows of a shard, without the sink.
+
+    Returns out [n, Hq, Dv] and lse [n, Hq] (fp32, fp64 for fp64), and the received KV buffers
+    [num_recv, Hkv * (D + Dv)], one per exchange.
+    """
+    pending = [exchange.start(k, v) for exchange in stages.exchanges]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    if stages.fused is not None:
+        buffers = [p.wait() for p in pending]
+        keys, values = _with_local(buffers[0], k, v)
+        out, lse = _first_stage(q, keys, values, stages.fused, kernel, scale, dtype)
+        return out, lse, buffers
+    out, lse = _first_stage(q, k, v, stages.local, kernel, scale, dtype)
+    buffers = []
+    for stage, wave in zip(stages.remote, pending, strict=True):
+        buffer = wave.wait()
+        buffers.append(buffer)
+        if not stage.empty:
+            keys, values = _split(buffer, k, v)
+            part_out, part_lse = kernel.forward(q[stage.rows], keys, values, stage.mask, scale)
+            merge_into(out[stage.rows], lse[stage.rows], part_out, part_lse)
+    return out, lse, buffers
+
+
+def backward_stages(
+    queries: Tensors,
+    buffers: Tensors,
+    stages: AttentionStages,
+    kernel: Any,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv [n, ...] in fp32 (fp64 for fp64) of the real rows of a shard.
+
+    Args:
+        queries: (dout, q, k, v, out, lse, delta), out and lse global, the sink included.
+        buffers: the KV buffers that forward received.
+    """
+    dout, q, k, v, out, lse, delta = queries
+    dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
+
+    def stage_backward(stage: Stage, keys: torch.Tensor, values: torch.Tensor) -> Tensors:
+        if stage.empty:
+            return torch.zeros_like(keys, dtype=dq.dtype), torch.zeros_like(values, dtype=dq.dtype)
+        rows = stage.rows
+        part, dkeys, dvalues = kernel.backward(
+            dout[rows],
+            q[rows],
+            keys,
+            values,
+            out[rows],
+            lse[rows],
+            delta[rows],
+            stage.mask,
+            scale,
+        )
+        dq[rows] += part
+        return dkeys, dvalues
+
+    returns = []
+    if stages.fused is not None:
+        dkeys, dvalues = stage_backward(stages.fused, *_with_local(buffers[0], k, v))
+        received = buffers[0].shape[0]
+        returns.append(_return(stages, 0, dkeys[:received], dvalues[:received], k.dtype))
+        dk, dv = dkeys[received:], dvalues[received:]
+    else:
+        for wave, (stage, buffer) in enumerate(zip(stages.remote, buffers, strict=True)):
+            dkeys, dvalues = stage_backward(stage, *_split(buffer, k, v))
+            returns.append(_return(stages, wave, dkeys, dvalues, k.dtype))
+        dk, dv = stage_backward(stages.local, k, v)
+    for exchange, wave in zip(stages.exchanges, returns, strict=True):
+        returned_k, returned_v = _split(wave.wait(), k, v)
+        exchange.accumulate(dk, returned_k)
+        exchange.accumulate(dv, returned_v)
+    return dq, dk, dv
+
+
+def _first_stage(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    stage: Stage,
+    kernel: Any,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the stage that covers every query (each sees itself): nothing to merge with yet."""
+    if stage.rows == slice(0, q.shape[0]) and not stage.empty:
+        out, lse = kernel.forward(q, k, v, stage.mask, scale)
+        return out.to(dtype), lse
+    if q.shape[0]:
+        raise ValueError(
+            f"the plan's own stage covers queries {stage.q_begin}:{stage.q_end} of {q.shape[0]}; "
+            "every token sees itself: the plan does not belong to this shard"
+        )
+    return q.new_zeros(0, q.shape[1], v.shape[2], dtype=dtype), q.new_zeros(
+        0, q.shape[1], dtype=dtype
+    )
+
+
+def _return(
+    stages: AttentionStages,
+    wave: int,
+    dkeys: torch.Tensor,
+    dvalues: torch.Tensor,
+    dtype: torch.dtype,
+) -> Any:
+    """Start the way home of one wave's dK and dV, in the dtype of K and V on the wire."""
+    return stages.exchanges[wave].start_transposed(dkeys.to(dtype), dvalues.to(dtype))
+
+
+def _split(
+    buffer: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views [R, Hkv, D] and [R, Hkv, Dv] of a packed buffer [R, Hkv * (D + Dv)]."""
+    width = k.shape[1] * k.shape[2]
+    return (
+        buffer[:, :width].unflatten(1, k.shape[1:]),
+        buffer[:, width:].unflatten(1, v.shape[1:]),
+    )
+
+
+def _with_local(
+    buffer: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a fused stage: the received rows, then the shard's own."""
+    keys, values = _split(buffer, k, v)
+    return torch.cat([keys, k]), torch.cat([values, v])
+
+
+def _pad(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Append zero rows up to `rows`: padding comes out exactly 0, whatever the inputs hold."""
+    if x.shape[0] == rows:
+        return x
+    padded = x.new_zeros((rows, *x.shape[1:]))
+    padded[: x.shape[0]] = x
+    return padded

@@ -1,0 +1,95 @@
+"""The mask of one attention stage: an interval of local queries per key.
+
+A shard's queries are sorted by row index and key k is visible to queries `[k, subtree_end[k])`, so
+the local queries that may see a key are one interval, in whatever order keys sit in a buffer:
+
+    visible(i, j)  iff  lo[j] <= i < hi[j]   (and  q_positions[i] - k_positions[j] < window)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class IntervalMask:
+    """Interval mask of `num_queries` local queries over K keys.
+
+    Attributes:
+        lo, hi: int32[K], first and one past the last local query that may see the key.
+        num_queries: Tq, queries of the stage.
+        q_positions, k_positions: int32[Tq], int32[K] logical positions; None without a window.
+        window: positions a query sees, itself included; None for no window.
+    """
+
+    lo: torch.Tensor
+    hi: torch.Tensor
+    num_queries: int
+    q_positions: torch.Tensor | None = None
+    k_positions: torch.Tensor | None = None
+    window: int | None = None
+    _memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.lo.dtype != torch.int32 or self.hi.dtype != torch.int32:
+            raise ValueError(f"lo and hi must be int32, got {self.lo.dtype} and {self.hi.dtype}")
+        if self.lo.shape != self.hi.shape or self.lo.dim() != 1:
+            raise ValueError(
+                f"lo and hi must be one vector each of equal length, got shapes "
+                f"{tuple(self.lo.shape)} and {tuple(self.hi.shape)}"
+            )
+        if self.window is not None:
+            if self.q_positions is None or self.k_positions is None:
+                raise ValueError("a window needs q_positions and k_positions")
+            if self.q_positions.shape[0] != self.num_queries:
+                raise ValueError(
+                    f"q_positions has {self.q_positions.shape[0]} entries for "
+                    f"{self.num_queries} queries"
+                )
+            if self.k_positions.shape != self.lo.shape:
+                raise ValueError(
+                    f"k_positions has {self.k_positions.shape[0]} entries for {self.num_keys} keys"
+                )
+
+    @property
+    def num_keys(self) -> int:
+        """K, keys of the stage."""
+        return self.lo.shape[0]
+
+    def cached(self, key: Hashable, build: Callable[[], T]) -> T:
+        """Return what a kernel derives from this mask, built once for all layers of the row."""
+        if key not in self._memo:
+            self._memo[key] = build()
+        return self._memo[key]
+
+    def tile(self, q_begin: int, q_end: int, k_begin: int, k_end: int) -> torch.Tensor:
+        """Visibility bool[q_end - q_begin, k_end - k_begin] of one tile."""
+        queries = torch.arange(q_begin, q_end, dtype=torch.int32, device=self.lo.device)[:, None]
+        visible = (self.lo[k_begin:k_end] <= queries) & (queries < self.hi[k_begin:k_end])
+        if self.window is not None:
+            distance = self.q_positions[q_begin:q_end, None] - self.k_positions[k_begin:k_end]
+            visible &= distance < self.window
+        return visible
+
+    def dense(self) -> torch.Tensor:
+        """Visibility bool[Tq, K]; for the reference and small pictures."""
+        return self.tile(0, self.num_queries, 0, self.num_keys)
+
+    def reached(self) -> torch.Tensor:
+        """bool[Tq]: some key's interval covers the query (a window may still hide every key)."""
+        return _coverage(self.lo, self.hi, self.num_queries) > 0
+
+
+def _coverage(lo: torch.Tensor, hi: torch.Tensor, num_queries: int) -> torch.Tensor:
+    """Count the intervals that cover each query, through a difference array: int64[Tq]."""
+    step = (lo < hi).to(torch.int64)
+    difference = torch.zeros(num_queries + 1, dtype=torch.int64, device=lo.device)
+    difference.index_add_(0, lo.clamp(0, num_queries).long(), step)
+    difference.index_add_(0, hi.clamp(0, num_queries).long(), -step)
+    return difference.cumsum(0)[:num_queries]

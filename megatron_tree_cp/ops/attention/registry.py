@@ -1,0 +1,119 @@
+"""Implementations of the local attention kernel, what each can do, and the choice between them.
+
+A kernel module has two functions, with natural-log LSE and -inf where a query sees no key:
+
+    forward(q, k, v, mask, scale) -> (out, lse)
+        [Tq, Hq, D], [K, Hkv, D], [K, Hkv, Dv], IntervalMask -> [Tq, Hq, Dv], fp32 [Tq, Hq]
+    backward(dout, q, k, v, out, lse, delta, mask, scale) -> (dq, dk, dv)
+        with the GLOBAL out, lse and delta = rowsum(dout * out) - dlse of the queries
+
+Gradients come in fp32, or fp64 for fp64 inputs, where lse is fp64 as well.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """What decides whether an implementation can serve a layer class."""
+
+    device_type: str
+    """`cpu` or `cuda`."""
+
+    dtype: torch.dtype
+    """Of q, k and v."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int | None = None
+    sink: bool = False
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One kernel: its name, its module, and why it cannot do a case (None when it can)."""
+
+    name: str
+    module: str
+    supports: Callable[[AttentionCase], str | None]
+    in_auto: bool = True
+
+    def load(self) -> ModuleType:
+        """Import the kernel module; deferred, since some need a GPU's packages."""
+        return importlib.import_module(f"megatron_tree_cp.ops.attention.{self.module}")
+
+
+def _any_float(case: AttentionCase) -> str | None:
+    if case.dtype in (*_FLOATS, torch.float64):
+        return None
+    return f"needs a float dtype, got {case.dtype}"
+
+
+def _flex(case: AttentionCase) -> str | None:
+    if case.device_type != "cuda":
+        return "needs a CUDA device (compiled FlexAttention has no CPU backward)"
+    if case.dtype not in _FLOATS:
+        return f"takes fp16, bf16 or fp32, got {case.dtype}"
+    for name, dim in (("head_dim", case.head_dim), ("value_dim", case.value_dim)):
+        if dim < 16 or dim > 256:
+            return f"takes a {name} from 16 to 256, got {dim}"
+    return None
+
+
+# Fastest first: `auto` takes the first that supports the case.
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    Implementation("flex", "flex", _flex),
+    Implementation("tiled", "tiled", _any_float),
+    Implementation("reference", "reference", _any_float, in_auto=False),
+)
+
+
+def select(case: AttentionCase, impl: str = "auto") -> Implementation:
+    """Return the implementation `impl`, or the fastest that supports the case for `auto`.
+
+    Raises:
+        ValueError: `impl` is unknown, or cannot do the case (reason and alternatives named).
+    """
+    if impl == "auto":
+        for candidate in IMPLEMENTATIONS:
+            if candidate.in_auto and candidate.supports(case) is None:
+                return candidate
+        reasons = "; ".join(f"{c.name} {c.supports(case)}" for c in IMPLEMENTATIONS if c.in_auto)
+        raise ValueError(f"no attention implementation supports this case: {reasons}")
+    for candidate in IMPLEMENTATIONS:
+        if candidate.name == impl:
+            reason = candidate.supports(case)
+            if reason is None:
+                return candidate
+            able = [c.name for c in IMPLEMENTATIONS if c.supports(case) is None]
+            raise ValueError(
+                f"attention implementation {impl!r} {reason}; "
+                f"use one of: auto, {', '.join(able) or 'none supports this case'}"
+            )
+    known = ", ".join(c.name for c in IMPLEMENTATIONS)
+    raise ValueError(f"unknown attention implementation {impl!r}; use auto or one of: {known}")
+
+
+def describe_choice(case: AttentionCase, impl: str = "auto") -> str:
+    """One line for the start-up table: the choice and why faster candidates were passed over."""
+    chosen = select(case, impl)
+    if impl != "auto":
+        return f"{chosen.name} (requested)"
+    passed = []
+    for candidate in IMPLEMENTATIONS:
+        if candidate is chosen:
+            break
+        if candidate.in_auto:
+            passed.append(f"{candidate.name} {candidate.supports(case)}")
+    return f"{chosen.name} (auto{''.join('; ' + text for text in passed)})"

@@ -1,0 +1,96 @@
+"""Device side of an attention plan: masks, exchanges and query ranges of one rank's stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_tree_cp.comm.context import TreeContext
+from megatron_tree_cp.comm.exchange import RangeExchange
+from megatron_tree_cp.ops.attention.interval_mask import IntervalMask
+
+if TYPE_CHECKING:
+    from megatron_tree_cp.plan.stages import StagePlan
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One kernel call: queries `[q_begin, q_end)` of the shard over the keys of a buffer.
+
+    The mask counts queries from `q_begin`. A stage without queries or keys makes no call, but its
+    wave's exchange still runs.
+    """
+
+    mask: IntervalMask
+    q_begin: int
+    q_end: int
+
+    @property
+    def empty(self) -> bool:
+        """No query reaches a key."""
+        return self.q_begin == self.q_end or self.mask.num_keys == 0
+
+    @property
+    def rows(self) -> slice:
+        """The stage's queries in the shard."""
+        return slice(self.q_begin, self.q_end)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionStages:
+    """One rank's stages of one attention class.
+
+    Staged: `local` and one remote stage per exchange. Fused: one exchange, `fused` covers the
+    received keys followed by the shard's own, and `local` is None.
+    """
+
+    exchanges: tuple[RangeExchange, ...]
+    local: Stage | None
+    remote: tuple[Stage, ...]
+    fused: Stage | None
+
+
+def attention_stages(ctx: TreeContext, window: int | None) -> AttentionStages:
+    """The stages of the plan's attention class for `window`, built once per context.
+
+    Raises:
+        ValueError: the plan has no class with this window; the message names the known ones.
+    """
+
+    def build() -> AttentionStages:
+        plan = ctx.plan.attention_class(window)
+        rank = plan.rank(ctx.rank)
+        exchanges = tuple(
+            RangeExchange(exchange.rank(ctx.rank), ctx.cp_group, ctx.device, ctx.stream)
+            for exchange in plan.exchanges
+        )
+        if plan.fused and exchanges:
+            return AttentionStages(exchanges, None, (), _stage(ctx, rank.fused, window))
+        return AttentionStages(
+            exchanges,
+            _stage(ctx, rank.local, window),
+            tuple(_stage(ctx, stage, window) for stage in rank.remote),
+            None,
+        )
+
+    return ctx.cached(("attention_stages", window), build)
+
+
+def _stage(ctx: TreeContext, plan: StagePlan, window: int | None) -> Stage:
+    lo, hi, positions, _ = plan.keys.expand()
+    q_begin, q_end = plan.query_range
+    packed = torch.stack([torch.from_numpy(a.astype("int32")) for a in (lo, hi, positions)])
+    if ctx.device.type == "cuda":
+        packed = packed.pin_memory().to(ctx.device, non_blocking=True)
+    # A diagonal range's lo may pass its hi inside a tail; kernels want 0 <= lo, hi <= queries.
+    lo, hi, positions = packed.unbind(0)
+    lo = (lo - q_begin).clamp(0, q_end - q_begin)
+    hi = (hi - q_begin).clamp(0, q_end - q_begin)
+    if window is None:
+        mask = IntervalMask(lo, hi, q_end - q_begin)
+    else:
+        queries = ctx.positions[q_begin:q_end].to(torch.int32)
+        mask = IntervalMask(lo, hi, q_end - q_begin, queries, positions, window)
+    return Stage(mask, q_begin, q_end)
