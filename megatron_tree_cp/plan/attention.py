@@ -1,0 +1,82 @@
+"""The attention plan of one layer class: exchanges, and per rank the stages they feed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from .exchange import ExchangePlan
+from .remote import RemoteKeys
+from .runs import RunTable
+from .stages import KeyRanges, StagePlan
+from .values import ArrayValue
+
+
+@dataclass(frozen=True, eq=False)
+class RankAttention(ArrayValue):
+    """One rank's stages: its own keys, and one stage per wave in receive-buffer order."""
+
+    local: StagePlan
+    remote: tuple[StagePlan, ...]
+
+    @cached_property
+    def fused(self) -> StagePlan:
+        """One call over the keys of [remote waves in order; local]."""
+        return StagePlan.concatenate([*self.remote, self.local])
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPlan(ArrayValue):
+    """Exchanges and stages of the layer classes that share one window.
+
+    ``fused`` asks for one call over [remote; local] keys after the only exchange; otherwise the
+    local stage runs first and wave after wave follows. ``waves[w]`` are the keys that wave w
+    brings. No waves at all (CP 1, or no rank needs a remote key) means local stages only.
+    """
+
+    name: str
+    window: int | None
+    fused: bool
+    runs: RunTable
+    waves: tuple[RemoteKeys, ...]
+
+    @property
+    def num_waves(self) -> int:
+        """Number of exchanges, the same on all ranks."""
+        return len(self.waves)
+
+    @cached_property
+    def exchanges(self) -> tuple[ExchangePlan, ...]:
+        """One all-to-all per wave."""
+        return tuple(wave.exchange(self.runs) for wave in self.waves)
+
+    def rank(self, rank: int) -> RankAttention:
+        """The stages of ``rank``, built on every call. Padding is in none of them."""
+        if not 0 <= rank < self.runs.cp_size:
+            raise ValueError(f"rank {rank} is not in 0..{self.runs.cp_size - 1}")
+        own = np.flatnonzero(self.runs.owner == rank)
+        local = RemoteKeys(
+            np.full(len(own), rank), own, self.runs.start[own], self.runs.length[own]
+        )
+        return RankAttention(
+            local=self._stage(local),
+            remote=tuple(self._stage(wave.take(wave.destination == rank)) for wave in self.waves),
+        )
+
+    def _stage(self, keys: RemoteKeys) -> StagePlan:
+        runs, run = self.runs, keys.run
+        where = (keys.destination, run, keys.start, keys.length)
+        lo, hi = runs.reach(*where, self.window)
+        pairs = runs.count_pairs(*where, self.window)
+        ranges = KeyRanges(
+            start=keys.start,
+            length=keys.length,
+            query_lo=lo,
+            query_hi=hi,
+            diagonal=runs.owner[run] == keys.destination,
+            position=runs.position[run] + keys.start - runs.start[run],
+        )
+        query_range = (int(lo[hi > lo].min()), int(hi.max())) if (hi > lo).any() else (0, 0)
+        return StagePlan(ranges, query_range, int(pairs.sum()))

@@ -1,0 +1,133 @@
+"""Prices of whole plans: token-local work, attention per layer class, and memory per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .model import LayerClass, ModelShape
+from .profile import CostProfile
+from .remote import RemoteKeys
+from .runs import RunTable
+from .simulate import LayerRates, StageLoads, layer_ms
+from .values import Array
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """A model shape on a device: the rates of every attention class and of token-local work."""
+
+    model: ModelShape
+    profile: CostProfile
+    tp_size: int
+
+    @property
+    def token_forward_ms(self) -> float:
+        """Forward ms of one token's token-local work, an average layer."""
+        flops = self.model.total_token_flops() / self.model.num_layers
+        return flops / self.tp_size / self.profile.token_flops_per_ms
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The distinct windows of the attention classes, in order of appearance."""
+        return tuple(dict.fromkeys(layer.window for layer in self.model.attention_classes))
+
+    @property
+    def other_layers(self) -> int:
+        """Layers that are no attention: token-local work only."""
+        attention = sum(layer.layers for layer in self.model.attention_classes)
+        return self.model.num_layers - attention
+
+    def classes_of(self, window: int | None) -> tuple[LayerClass, ...]:
+        """The attention classes with ``window``."""
+        return tuple(c for c in self.model.attention_classes if c.window == window)
+
+    def rates(self, layer: LayerClass) -> LayerRates:
+        """Coefficients of ``layer``."""
+        return LayerRates.of(layer, self.profile, self.model.dtype_bytes, self.tp_size)
+
+    def token_ms(self, tokens: Array) -> tuple[Array, Array]:
+        """(forward, backward) ms of one layer's token-local work for ``tokens`` per rank."""
+        forward = tokens * self.token_forward_ms
+        return forward, forward * self.profile.token_backward_factor
+
+    def window_ms(self, window: int | None, loads: StageLoads, fused: bool) -> WindowCost:
+        """Price of all layers with ``window``: per rank, and synchronised layer by layer."""
+        token_forward, token_backward = self.token_ms(loads.queries)
+        forward = np.zeros_like(token_forward)
+        backward = np.zeros_like(token_forward)
+        total = np.zeros(token_forward.shape[:-1])
+        for layer in self.classes_of(window):
+            ahead, back = layer_ms(loads, self.rates(layer), fused)
+            ahead, back = ahead + token_forward, back + token_backward
+            forward = forward + layer.layers * ahead
+            backward = backward + layer.layers * back
+            total = total + layer.layers * (ahead.max(-1) + back.max(-1))
+        return WindowCost(forward, backward, total)
+
+    def other_ms(self, tokens: Array) -> WindowCost:
+        """Price of the layers that are no attention."""
+        forward, backward = self.token_ms(tokens)
+        forward, backward = forward * self.other_layers, backward * self.other_layers
+        return WindowCost(forward, backward, forward.max(-1) + backward.max(-1))
+
+    def peak_bytes(self, tokens: Array, remote: Sequence[Array]) -> Array:
+        """Bytes per rank: kept activations plus the largest working set of one attention stage.
+
+        ``tokens`` int[cp]; ``remote`` holds the remote keys int[cp] per window. The working set is
+        the fp32 accumulators of queries and keys, the receive buffers and their gradients.
+        """
+        kept = tokens * (self.model.total_activation_bytes() / self.tp_size)
+        working = np.zeros(len(tokens))
+        for window, keys in zip(self.windows, remote, strict=True):
+            for layer in self.classes_of(window):
+                rates = self.rates(layer)
+                wide = 4 / self.model.dtype_bytes
+                need = tokens * rates.output_bytes * (2 + 2 * wide)
+                need = need + (tokens + keys) * rates.kv_bytes * (1 + wide)
+                working = np.maximum(working, need)
+        return kept + working
+
+
+@dataclass(frozen=True, eq=False)
+class WindowCost:
+    """``forward`` and ``backward`` ms per rank [.., cp]; ``total`` ms [..] of the slowest ranks."""
+
+    forward: Array
+    backward: Array
+    total: Array
+
+
+def stage_loads(runs: RunTable, waves: Sequence[RemoteKeys], window: int | None) -> StageLoads:
+    """Exact loads of a plan's stages."""
+    cp_size = runs.cp_size
+    every = np.arange(len(runs))
+    local = runs.count_pairs(runs.owner, every, runs.start, runs.length, window)
+    shape = (len(waves), cp_size)
+    pairs, reached = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    counts = np.zeros((*shape, cp_size), np.int64)
+    for w, keys in enumerate(waves):
+        where = (keys.destination, keys.run, keys.start, keys.length)
+        pairs[w] = _by_rank(keys.destination, runs.count_pairs(*where, window), cp_size)
+        lo, hi = runs.reach(*where, window)
+        first = np.full(cp_size, runs.tree.num_tokens)
+        last = np.zeros(cp_size, np.int64)
+        np.minimum.at(first, keys.destination, np.where(hi > lo, lo, runs.tree.num_tokens))
+        np.maximum.at(last, keys.destination, hi)
+        reached[w] = np.maximum(last - first, 0)
+        counts[w] = keys.exchange(runs).counts
+    return StageLoads(
+        queries=_by_rank(runs.owner, runs.length, cp_size),
+        local_pairs=_by_rank(runs.owner, local, cp_size),
+        pairs=pairs,
+        reached=reached,
+        counts=counts,
+    )
+
+
+def _by_rank(rank: Array, values: Array, cp_size: int) -> Array:
+    total = np.zeros(cp_size, dtype=np.int64)
+    np.add.at(total, rank, values)
+    return total

@@ -1,0 +1,114 @@
+"""Remote keys: which rank needs which keys of whom, and how they are split into waves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .exchange import ExchangePlan
+from .runs import RunTable
+from .values import Array, ArrayValue, frozen_array
+
+TILE = 128
+"""Cuts between waves fall on multiples of a kernel's key tile where there is enough work."""
+
+SPLITS = ("tokens", "distance")
+"""Ways to split remote keys into waves: equal key counts, or groups of source-rank distances."""
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteKeys(ArrayValue):
+    """Key ranges that ranks need from others, sorted by (destination, source, row index).
+
+    int64[n]: ``destination`` rank, ``run`` (index into the run table), ``start`` row index and
+    ``length`` of the part of the run that is needed.
+    """
+
+    destination: Array
+    run: Array
+    start: Array
+    length: Array
+
+    def __post_init__(self) -> None:
+        for name in ("destination", "run", "start", "length"):
+            object.__setattr__(self, name, frozen_array(getattr(self, name)))
+
+    def __len__(self) -> int:
+        return len(self.run)
+
+    def take(self, index: Array) -> RemoteKeys:
+        """The entries at ``index`` (integers or booleans)."""
+        return RemoteKeys(
+            self.destination[index], self.run[index], self.start[index], self.length[index]
+        )
+
+    def exchange(self, runs: RunTable) -> ExchangePlan:
+        """The all-to-all that brings these keys to their destinations."""
+        return ExchangePlan.from_pieces(
+            runs.cp_size,
+            source=runs.owner[self.run],
+            destination=self.destination,
+            source_start=runs.local_start[self.run] + self.start - runs.start[self.run],
+            length=self.length,
+        )
+
+
+def remote_keys(runs: RunTable, window: int | None) -> RemoteKeys:
+    """All keys that some query of another rank sees, once per destination rank.
+
+    With a window only the suffix of a run is needed whose positions are above the oldest reachable
+    query's position minus the window.
+    """
+    run = np.tile(runs.split, runs.cp_size)
+    rank = np.repeat(np.arange(runs.cp_size), len(runs.split))
+    other = runs.owner[run] != rank
+    run, rank = run[other], rank[other]
+    begin, end = runs.own_interval(rank, run)
+    some = end > begin
+    run, rank, begin, end = run[some], rank[some], begin[some], end[some]
+    skip = np.zeros(len(run), dtype=np.int64)
+    if window is not None and len(run):
+        skip = runs.oldest_query(begin, end) - window + 1 - runs.position[run]
+        skip = np.clip(skip, 0, runs.length[run])
+    order = np.lexsort((run, runs.owner[run], rank))
+    order = order[runs.length[run[order]] > skip[order]]
+    run, skip = run[order], skip[order]
+    return RemoteKeys(rank[order], run, runs.start[run] + skip, runs.length[run] - skip)
+
+
+def split_waves(
+    keys: RemoteKeys, runs: RunTable, num_waves: int, split: str = "tokens"
+) -> tuple[RemoteKeys, ...]:
+    """Divide ``keys`` into ``num_waves`` waves, every key in exactly one.
+
+    ``tokens``: each destination takes its keys by growing source distance (so that the ranks read
+    from different peers at a time) and row index, in equal shares, cutting runs. ``distance``: wave
+    w holds the sources of the w-th group of distances.
+    """
+    if num_waves == 1:
+        return (keys,)
+    distance = (runs.owner[keys.run] - keys.destination) % runs.cp_size
+    if split == "distance":
+        wave = (distance - 1) * num_waves // max(runs.cp_size - 1, 1)
+        return tuple(keys.take(wave == w) for w in range(num_waves))
+    order = np.lexsort((keys.start, distance, keys.destination))
+    length = keys.length[order]
+    total = np.zeros(runs.cp_size, dtype=np.int64)
+    np.add.at(total, keys.destination, keys.length)
+    before = np.cumsum(total) - total
+    begin = np.empty_like(length)
+    begin[order] = np.cumsum(length) - length
+    begin -= before[keys.destination]
+    end = begin + keys.length
+    step = np.where(total >= 2 * TILE * num_waves, TILE, 1)
+    waves = []
+    for w in range(num_waves):
+        cut_lo = total * w // num_waves // step * step
+        cut_hi = total * (w + 1) // num_waves // step * step if w + 1 < num_waves else total
+        lo = np.maximum(begin, cut_lo[keys.destination])
+        hi = np.minimum(end, cut_hi[keys.destination])
+        part = keys.take(hi > lo)
+        lo, hi, at = lo[hi > lo], hi[hi > lo], begin[hi > lo]
+        waves.append(RemoteKeys(part.destination, part.run, part.start + lo - at, hi - lo))
+    return tuple(waves)

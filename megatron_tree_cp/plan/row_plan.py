@@ -1,0 +1,127 @@
+"""RowPlan: everything that the ranks must agree on for one row."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from ..tree.packed_tree import PackedTree
+from .attention import AttentionPlan
+from .layout import Layout
+from .model import ModelShape
+from .values import Array, ArrayValue, frozen_array
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One alternative that the planner priced: what it was and its predicted ms."""
+
+    name: str
+    total_ms: float
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction(ArrayValue):
+    """What the plan is predicted to cost, over all layers of the model shape.
+
+    Per rank: ``forward_ms``, ``backward_ms`` (attention with its waits, and token-local work),
+    ``tokens``, ``peak_bytes``; ``pairs`` and ``remote_tokens`` per layer-class name and rank (one
+    layer). ``total_ms`` is the slowest rank's, layers synchronised by their exchanges.
+    """
+
+    forward_ms: Array
+    backward_ms: Array
+    tokens: Array
+    pairs: Mapping[str, Array]
+    remote_tokens: Mapping[str, Array]
+    peak_bytes: Array
+    total_ms: float
+    candidates: tuple[Candidate, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("forward_ms", "backward_ms", "peak_bytes"):
+            object.__setattr__(self, name, frozen_array(getattr(self, name), np.float64))
+        object.__setattr__(self, "tokens", frozen_array(self.tokens))
+
+    @property
+    def imbalance(self) -> float:
+        """Slowest rank's forward + backward ms over the mean."""
+        total = self.forward_ms + self.backward_ms
+        return float(total.max() / total.mean()) if total.mean() > 0 else 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class RowPlan:
+    """Layouts, exchanges and stages of one row for one parallel shape and model.
+
+    ``layouts["main"]`` is the order of the residual stream; ``attention`` maps the names of the
+    attention classes to their plans (classes with one window share one). ``digest`` is equal on two
+    ranks iff they would run the same collectives and stages. Immutable and picklable.
+    """
+
+    tree: PackedTree
+    cp_size: int
+    tp_size: int
+    model: ModelShape
+    layouts: Mapping[str, Layout]
+    attention: Mapping[str, AttentionPlan]
+    predicted: Prediction
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layouts", MappingProxyType(dict(self.layouts)))
+        object.__setattr__(self, "attention", MappingProxyType(dict(self.attention)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RowPlan, (
+            self.tree,
+            self.cp_size,
+            self.tp_size,
+            self.model,
+            dict(self.layouts),
+            dict(self.attention),
+            self.predicted,
+        )
+
+    def attention_class(self, window: int | None) -> AttentionPlan:
+        """The plan of the layers with this window; ``ValueError`` names the known windows."""
+        for plan in self.attention.values():
+            if plan.window == window:
+                return plan
+        known = sorted({str(plan.window) for plan in self.attention.values()})
+        raise ValueError(
+            f"the plan knows no attention class with window {window} (known: {', '.join(known)}); "
+            "add a LayerClass with that window to the ModelShape"
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 over tree, parallel shape, model, layouts, exchanges and stage choices."""
+        state = hashlib.sha256()
+
+        def add(label: str, *arrays: Array) -> None:
+            state.update(f"{label};".encode())
+            for array in arrays:
+                state.update(f"{array.shape};".encode())
+                state.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
+
+        add(f"cp={self.cp_size} tp={self.tp_size} {self.model!r}")
+        add("tree", self.tree.lengths, self.tree.parents)
+        for name, layout in self.layouts.items():
+            add(f"layout {name} granule={layout.granule}", *layout.ranges)
+        for name, plan in self.attention.items():
+            add(f"attention {name} window={plan.window} fused={plan.fused} waves={plan.num_waves}")
+            for exchange in plan.exchanges:
+                add(
+                    "exchange",
+                    exchange.source,
+                    exchange.destination,
+                    exchange.source_start,
+                    exchange.length,
+                )
+        return state.hexdigest()

@@ -1,0 +1,36 @@
+"""Immutable value types over numpy arrays."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[Any]
+
+
+def frozen_array(values: ArrayLike, dtype: Any = np.int64) -> Array:
+    """A read-only contiguous array of ``dtype`` (a view when ``values`` already is one)."""
+    array = np.ascontiguousarray(values, dtype=dtype).view()
+    array.flags.writeable = False
+    return array
+
+
+def expand_ranges(starts: Array, lengths: Array) -> Array:
+    """int64[sum(lengths)]: the integers of ``[start, start + length)``, range after range."""
+    offsets = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - offsets, lengths)
+
+
+class ArrayValue:
+    """Base of the frozen dataclasses that hold arrays.
+
+    Unpickling goes through the constructor: read-only flags do not survive a pickle, and derived
+    (cached) arrays should not travel.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        return type(self), tuple(getattr(self, name) for name in names)
