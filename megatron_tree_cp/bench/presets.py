@@ -1,0 +1,109 @@
+"""Workload presets: rows of packed families with the shapes that the benchmarks publish.
+
+A row stacks families until it holds ``base x CP`` tokens; the last segment is clipped. Lengths are
+drawn per row with ``random.Random(1234 + 97 * row)``, in DFS preorder, prefix first: ``gauss``,
+rounded, clipped to mean +- clip, at least 2. Rows 0-15 warm up, rows 16-31 are measured.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from ..tree.packed_tree import PackedTree
+
+SEED = 1234
+ROW_STRIDE = 97
+WARMUP_ROWS = range(16)
+MEASURED_ROWS = range(16, 32)
+
+
+@dataclass(frozen=True)
+class Level:
+    """``count`` children of every segment one level up, their lengths N(mean, std) within clip."""
+
+    count: int
+    mean: int
+    std: int = 0
+    clip: int = 0
+
+    def draw(self, rng: random.Random) -> int:
+        """One length; nothing is drawn from ``rng`` when the length is fixed."""
+        if self.std == 0:
+            return self.mean
+        length = round(rng.gauss(self.mean, self.std))
+        return max(2, min(max(length, self.mean - self.clip), self.mean + self.clip))
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One family, root level first, repeated until a row is full.
+
+    ``base`` tokens per rank (weak scaling), or per row where ``strong`` is set (strong scaling).
+    """
+
+    name: str
+    levels: tuple[Level, ...]
+    base: int
+    strong: bool = False
+
+    def num_tokens(self, cp_size: int) -> int:
+        """Tokens of a row on ``cp_size`` ranks."""
+        return self.base if self.strong else self.base * cp_size
+
+    def tree(self, cp_size: int, row: int = 16, num_tokens: int | None = None) -> PackedTree:
+        """The packed tree of row ``row``; ``num_tokens`` overrides the row's size."""
+        rng = random.Random(SEED + ROW_STRIDE * row)
+        left = self.num_tokens(cp_size) if num_tokens is None else num_tokens
+        lengths: list[int] = []
+        parents: list[int] = []
+
+        def grow(depth: int, parent: int) -> None:
+            nonlocal left
+            for _ in range(self.levels[depth].count):
+                if left == 0:
+                    return
+                length = min(self.levels[depth].draw(rng), left)
+                left -= length
+                lengths.append(length)
+                parents.append(parent)
+                if depth + 1 < len(self.levels):
+                    grow(depth + 1, len(lengths) - 1)
+
+        while left:
+            grow(0, -1)
+        return PackedTree(lengths, parents)
+
+
+_ALL = (
+    Preset("fixed_5k", (Level(1, 5000), Level(16, 100)), 40_960),
+    Preset("varied_5k", (Level(1, 5000), Level(16, 100, 32, 64)), 40_960),
+    Preset("dominant", (Level(1, 14_745, 1024, 2048), Level(16, 921, 256, 512)), 40_960),
+    Preset("medium_long", (Level(1, 8192), Level(16, 512, 128, 256)), 40_960),
+    Preset("glm_82k", (Level(1, 8192), Level(16, 512, 128, 256)), 81_920),
+    Preset("long_chain", (Level(1, 24_576), Level(3, 24_576, 1024, 2048)), 98_304),
+    Preset(
+        "deep",
+        (
+            Level(1, 4096),
+            Level(2, 10_240, 1024, 2048),
+            Level(2, 3072, 512, 1024),
+            Level(4, 512, 128, 256),
+        ),
+        65_536,
+    ),
+    Preset("short", (Level(1, 64, 7, 13), Level(4, 16, 5, 10)), 40_960),
+    Preset("one_tree", (Level(1, 65_536), Level(12, 16_384)), 262_144, strong=True),
+    Preset("one_chain", (Level(1, 262_144),), 262_144, strong=True),
+)
+
+PRESETS = {preset.name: preset for preset in _ALL}
+
+
+def preset_tree(
+    name: str, cp_size: int, row: int = 16, num_tokens: int | None = None
+) -> PackedTree:
+    """The packed tree of one row of the preset ``name``; ``ValueError`` names the known presets."""
+    if name not in PRESETS:
+        raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
+    return PRESETS[name].tree(cp_size, row, num_tokens)
