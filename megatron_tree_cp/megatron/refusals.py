@@ -1,0 +1,240 @@
+"""Options that a tree run cannot honour, one entry each: when, why, and what to do instead."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_PATTERN_SYMBOLS = set("*-E|")
+_POSITIONS = ("rope", "yarn", "learned_absolute", "none")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One refused option."""
+
+    given: Callable[[Namespace], str]
+    """The offending option as the user would write it, or '' where the arguments are fine."""
+
+    reason: str
+    """Why a tree run cannot do it."""
+
+    fix: str
+    """What to give instead."""
+
+
+def _set(flag: str, *allowed: Any) -> Callable[[Namespace], str]:
+    """Offends when the option is set to anything but the allowed values (or None, False, '')."""
+    name = _attribute(flag)
+
+    def given(args: Namespace) -> str:
+        value = getattr(args, name, None)
+        if not value or value in allowed:
+            return ""
+        return flag if value is True else f"{flag} {_text(value)}"
+
+    return given
+
+
+def _attribute(flag: str) -> str:
+    renamed = {"--fp8-format": "fp8", "--fp4-format": "fp4", "--enable-cuda-graph": None}
+    return renamed.get(flag) or flag.lstrip("-").replace("-", "_")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(str(getattr(item, "name", item)) for item in value)
+    return str(getattr(value, "name", value))
+
+
+def _cp_comm_type(args: Namespace) -> str:
+    kinds = set(args.cp_comm_type if isinstance(args.cp_comm_type, list) else [args.cp_comm_type])
+    return "" if kinds <= {"p2p", "tree"} else f"--cp-comm-type {_text(args.cp_comm_type)}"
+
+
+def _attention_backend(args: Namespace) -> str:
+    backend = getattr(args.attention_backend, "name", args.attention_backend)
+    return "" if backend == "auto" else f"--attention-backend {backend}"
+
+
+def _window(args: Namespace) -> str:
+    if args.window_size and args.window_size[1] not in (0, -1):
+        return f"--window-size {args.window_size[0]},{args.window_size[1]}"
+    return ""
+
+
+def _pattern(args: Namespace) -> str:
+    pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern or ""
+    unknown = sorted(set(pattern) - _PATTERN_SYMBOLS - {"/"})
+    return f"--hybrid-layer-pattern with {', '.join(unknown)}" if unknown else ""
+
+
+def _pattern_mtp(args: Namespace) -> str:
+    pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern or ""
+    return "--hybrid-layer-pattern with '/'" if "/" in pattern else ""
+
+
+def _pattern_without_attention(args: Namespace) -> str:
+    pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern
+    return f"--hybrid-layer-pattern {pattern}" if pattern and "*" not in pattern else ""
+
+
+def _hybrid_rope_scaling(args: Namespace) -> str:
+    return "--use-rope-scaling" if args.use_rope_scaling and args.hybrid_layer_pattern else ""
+
+
+def _gloo_expert_tensor_parallel(args: Namespace) -> str:
+    size = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    if args.num_experts and size > 1 and args.distributed_backend == "gloo":
+        return f"--expert-tensor-parallel-size {size} on gloo"
+    return ""
+
+
+def _routing(args: Namespace) -> str:
+    kinds = args.moe_router_load_balancing_type
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    wrong = [kind for kind in kinds if kind in ("sinkhorn", "quantile_balancing")]
+    if args.num_experts and wrong:
+        return f"--moe-router-load-balancing-type {' '.join(wrong)}"
+    return ""
+
+
+def _aux_loss(args: Namespace) -> str:
+    coefficients = args.moe_aux_loss_coeff
+    coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
+    kinds = args.moe_router_load_balancing_type
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if args.num_experts and any(coefficients) and kinds != ["none"]:
+        return f"--moe-aux-loss-coeff {_text(coefficients)}"
+    return ""
+
+
+def _with_experts(flag: str) -> Callable[[Namespace], str]:
+    given = _set(flag)
+    return lambda args: given(args) if args.num_experts else ""
+
+
+def _sgd_torch_dist(args: Namespace) -> str:
+    saves = args.save is not None and not args.no_save_optim
+    if saves and args.optimizer == "sgd" and args.ckpt_format == "torch_dist":
+        return "--optimizer sgd with --ckpt-format torch_dist"
+    return ""
+
+
+_SCHEDULE = "it fixes tensor shapes, and a tree's shards change with every row"
+_WHOLE_ROWS = "a microbatch is one packed row"
+_OWN_DATA = "rows are packed from --tree-data"
+_SEQUENCES = "it works on equal shares of separate sequences"
+_TRUE_COUNTS = "it counts tokens as if every rank held equally many"
+_PER_RANK = "its result depends on how tokens are spread over ranks"
+_NO_LAYER = "there are no tree layers for it"
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        lambda args: "" if args.tree_data else "no --tree-data",
+        "there is nothing to train on",
+        "give JSON or JSONL rollouts",
+    ),
+    # Rows and data.
+    Refusal(_set("--micro-batch-size", 1), _WHOLE_ROWS, "use --micro-batch-size 1"),
+    Refusal(_set("--eval-micro-batch-size", 1), _WHOLE_ROWS, "use --eval-micro-batch-size 1"),
+    Refusal(_set("--dataloader-type", "external"), _OWN_DATA, "drop it"),
+    Refusal(_set("--data-path"), _OWN_DATA, "drop it"),
+    Refusal(_set("--data-args-path"), _OWN_DATA, "drop it"),
+    Refusal(_set("--train-data-path"), _OWN_DATA, "drop it"),
+    Refusal(_set("--valid-data-path"), _OWN_DATA, "use --tree-valid-data"),
+    Refusal(_set("--mock-data"), _OWN_DATA, "drop it"),
+    Refusal(_set("--sft"), _OWN_DATA, "drop it (messages are rendered and masked by our reader)"),
+    Refusal(_set("--full-validation"), "rows are a stream", "use --eval-iters"),
+    Refusal(_set("--reset-position-ids"), "positions come from the tree", "drop it"),
+    Refusal(_set("--reset-attention-mask"), "the mask comes from the tree", "drop it"),
+    Refusal(_set("--eod-mask-loss"), "the loss mask comes from the rollouts", "drop it"),
+    Refusal(_set("--dataloader-inter-document-masking"), "the tree masks already", "drop it"),
+    Refusal(_set("--perform-rl-step"), "Megatron's RL loop makes its own rows", "drop it"),
+    # Randomness that a shared token would draw once for all its trajectories.
+    Refusal(
+        _set("--attention-dropout"), "a shared token has one mask", "use --attention-dropout 0"
+    ),
+    Refusal(_set("--hidden-dropout"), "a shared token has one mask", "use --hidden-dropout 0"),
+    Refusal(_with_experts("--moe-input-jitter-eps"), "a shared token has one noise", "drop it"),
+    # Context parallelism of Megatron's own.
+    Refusal(_set("--hybrid-context-parallel"), _SEQUENCES, "drop it"),
+    Refusal(_set("--hierarchical-context-parallel-sizes"), _SEQUENCES, "drop it"),
+    Refusal(_cp_comm_type, "the tree plans its own exchanges", "drop it"),
+    Refusal(_attention_backend, "it picks Megatron's kernels", "use --tree-attention-impl"),
+    # Layers.
+    Refusal(_set("--transformer-impl", "local"), _NO_LAYER, "use --transformer-impl local"),
+    Refusal(_set("--spec"), "a tree run brings its own layers", "drop it"),
+    Refusal(_set("--multi-latent-attention"), _NO_LAYER, "drop it"),
+    Refusal(_set("--experimental-attention-variant"), _NO_LAYER, "drop it"),
+    Refusal(_set("--heterogeneous-layers-config-path"), _NO_LAYER, "drop it"),
+    Refusal(_set("--heterogeneous-layers-config-encoded-json"), _NO_LAYER, "drop it"),
+    Refusal(_pattern, _NO_LAYER, "use '*', '-' and 'E'"),
+    Refusal(_pattern_without_attention, "there is no attention to plan", "add a '*'"),
+    Refusal(
+        _set("--position-embedding-type", *_POSITIONS),
+        "no explicit positions for it",
+        f"use {', '.join(_POSITIONS[:-1])} or {_POSITIONS[-1]}",
+    ),
+    Refusal(
+        _hybrid_rope_scaling,
+        "HybridModel ignores it",
+        "drop it, or use --position-embedding-type yarn",
+    ),
+    Refusal(_window, "attention over a tree is causal", "let the second number be 0"),
+    Refusal(_set("--mtp-num-layers"), "MTP takes the next row index for the next token", "drop it"),
+    Refusal(_pattern_mtp, "MTP takes the next row index for the next token", "drop the MTP part"),
+    Refusal(_set("--fused-residual-rmsnorm"), "it needs Transformer Engine", "drop it"),
+    Refusal(_set("--qk-clip"), "it reads logits that tree attention never holds", "drop it"),
+    Refusal(_set("--log-max-attention-logit"), "tree attention never holds the logits", "drop it"),
+    Refusal(_set("--fp8-format"), "it needs Transformer Engine", "drop it and use --bf16"),
+    Refusal(_set("--fp4-format"), "it needs Transformer Engine", "drop it and use --bf16"),
+    # Execution.
+    Refusal(_set("--cuda-graph-impl", "none"), _SCHEDULE, "use --cuda-graph-impl none"),
+    Refusal(_set("--enable-cuda-graph"), _SCHEDULE, "drop it"),
+    Refusal(_set("--external-cuda-graph"), _SCHEDULE, "drop it"),
+    Refusal(_set("--tp-comm-overlap"), _SCHEDULE, "drop it"),
+    Refusal(
+        _set("--overlap-moe-expert-parallel-comm"),
+        "its schedule does not hand the row's plan to the layers",
+        "drop it",
+    ),
+    Refusal(_set("--use-torch-fsdp2"), "it was not built for tree runs", "drop it"),
+    Refusal(_set("--use-megatron-fsdp"), "it was not built for tree runs", "drop it"),
+    Refusal(_set("--flash-decode"), "a tree run is training only", "drop it"),
+    Refusal(
+        _sgd_torch_dist,
+        "Megatron fails when it resumes from that",
+        "use --ckpt-format torch or --no-save-optim",
+    ),
+    # Mixture of experts.
+    Refusal(
+        lambda args: (
+            _set("--moe-token-dispatcher-type", "alltoall")(args) if args.num_experts else ""
+        ),
+        "it needs equal token counts on all ranks or is not built yet",
+        "use --moe-token-dispatcher-type alltoall",
+    ),
+    Refusal(
+        _with_experts("--moe-expert-capacity-factor"),
+        "dropped tokens would depend on the packing",
+        "drop it",
+    ),
+    Refusal(
+        _with_experts("--moe-pad-expert-input-to-capacity"),
+        "it needs a capacity factor",
+        "drop it",
+    ),
+    Refusal(_routing, _PER_RANK, "use --moe-router-load-balancing-type none"),
+    Refusal(_aux_loss, _TRUE_COUNTS, "use --moe-router-load-balancing-type none"),
+    Refusal(_with_experts("--moe-z-loss-coeff"), _TRUE_COUNTS, "drop it"),
+    Refusal(_with_experts("--moe-router-enable-expert-bias"), _TRUE_COUNTS, "drop it"),
+    Refusal(
+        _gloo_expert_tensor_parallel,
+        "gloo cannot gather unequal token counts",
+        "use --expert-tensor-parallel-size 1",
+    ),
+)
+"""Checked in this order; the first that applies is reported."""

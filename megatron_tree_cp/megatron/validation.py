@@ -1,0 +1,134 @@
+"""What a tree run sets in Megatron's arguments, and what it refuses, each with the fix.
+
+A value that has one right setting gets it (``arguments.tree_defaults`` and ``_settle`` below); a
+value that the user asked for and that a tree run cannot honour is refused by name. Nothing that
+Megatron would get silently wrong on unequal shards or shared prefixes is let through.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from ..tree.errors import InputError
+from .refusals import REFUSALS
+
+
+def prepare_tree_args(args: Namespace) -> None:
+    """Fill and check parsed arguments before Megatron validates them.
+
+    Raises InputError for what a tree run refuses, and for what Megatron would only assert.
+    """
+    if args.tree_max_tokens is None:
+        args.tree_max_tokens = args.seq_length
+    if args.tree_max_tokens is None:
+        raise InputError("no row length: give --tree-max-tokens")
+    if args.seq_length != args.tree_max_tokens:
+        raise InputError(
+            f"--tree-max-tokens {args.tree_max_tokens} contradicts --seq-length "
+            f"{args.seq_length}: give one"
+        )
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+    _refuse(args)
+    _check_lengths(args)
+    _check_resume(args)
+
+
+def validate_tree_args(args: Namespace) -> None:
+    """Settle a tree run's arguments after Megatron validated them, and before configs are built.
+
+    Logs on rank 0 what it changed. Raises InputError for what a tree run refuses (also for values
+    that Megatron derived, such as latent attention from a layer pattern).
+    """
+    if args.tree_max_tokens is None:
+        args.tree_max_tokens = args.seq_length
+    _refuse(args)
+    _check_lengths(args)
+    changed = _settle(args)
+    if changed and args.rank == 0:
+        print("tree run sets " + ", ".join(f"{k}={v}" for k, v in changed.items()), flush=True)
+
+
+def parse_tree_args() -> Namespace:
+    """Parse ``sys.argv`` as Megatron does, with the tree options, checks and settings.
+
+    Takes the place of ``megatron.training.arguments.parse_and_validate_args`` in an entry point.
+    Raises InputError with one line for every bad option, Megatron's own assertions included; with
+    ``--context-parallel-backend te`` it does exactly what Megatron does.
+    """
+    from megatron.training import arguments as megatron_arguments
+    from megatron.training.global_vars import set_global_variables
+
+    from .arguments import TREE_ARGS_DEFAULTS, add_tree_arguments
+
+    args = megatron_arguments.parse_args(add_tree_arguments)
+    if args.context_parallel_backend != "tree":
+        megatron_arguments.validate_args(args)
+        set_global_variables(args)
+        return args
+    prepare_tree_args(args)
+    try:
+        megatron_arguments.validate_args(args, TREE_ARGS_DEFAULTS)
+    except AssertionError as error:
+        reason = " ".join(str(error).split()) or "an assertion of Megatron's argument checks failed"
+        raise InputError(f"Megatron refuses the arguments: {reason}") from error
+    validate_tree_args(args)
+    set_global_variables(args)
+    return args
+
+
+def _refuse(args: Namespace) -> None:
+    for refusal in REFUSALS:
+        given = refusal.given(args)
+        if given:
+            raise InputError(f"{given}: {refusal.reason}: {refusal.fix}")
+
+
+def _check_lengths(args: Namespace) -> None:
+    multiple = 2 * args.context_parallel_size
+    if args.context_parallel_size > 1 and args.seq_length % multiple:
+        longer = -(-args.seq_length // multiple) * multiple
+        raise InputError(
+            f"--tree-max-tokens {args.seq_length} is no multiple of 2 x "
+            f"--context-parallel-size ({multiple}), which Megatron asks of --seq-length: "
+            f"use {longer}"
+        )
+
+
+def _check_resume(args: Namespace) -> None:
+    """Optimizer states that Megatron saves but cannot load again."""
+    tracker = Path(args.load or "", "latest_checkpointed_iteration.txt")
+    resumes = args.load and tracker.exists() and not (args.no_load_optim or args.finetune)
+    if resumes and args.use_distributed_optimizer and not _have_fused_adam():
+        raise InputError(
+            "--use-distributed-optimizer without Transformer Engine or Apex: Megatron cannot load "
+            "the state of torch's Adam: add --no-load-optim or drop --use-distributed-optimizer"
+        )
+
+
+def _have_fused_adam() -> bool:
+    import importlib.util
+
+    return any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex"))
+
+
+def _settle(args: Namespace) -> dict[str, Any]:
+    """Set what has one right value; returns the changes."""
+    wanted: dict[str, Any] = {
+        # Shards differ in length from row to row and rank to rank; validate_args resets this.
+        "variable_seq_lengths": True,
+        # Otherwise each rank divides by its own count before gradients are averaged.
+        "calculate_per_token_loss": True,
+        # The fused kernels read positions from equal zigzag shards.
+        "apply_rope_fusion": False,
+        "no_persist_layer_norm": True,
+        "create_attention_mask_in_dataloader": False,
+    }
+    if args.tree_shuffle_seed is None:
+        wanted["tree_shuffle_seed"] = args.seed
+    changed = {name: value for name, value in wanted.items() if getattr(args, name) != value}
+    for name, value in changed.items():
+        setattr(args, name, value)
+    return changed
