@@ -1,0 +1,39 @@
+"""`tree-cp`: look at rollouts, packing and plans without training."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from ..tree.errors import InputError
+from . import pack, plan
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands."""
+    parser = argparse.ArgumentParser(prog="tree-cp", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"tree-cp {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in (pack, plan):
+        name = module.__name__.rsplit(".", 1)[1]
+        summary = (module.__doc__ or "").splitlines()[0]
+        command = commands.add_parser(name, help=summary, description=summary)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; bad input prints one line and returns 2."""
+    args = build_parser().parse_args(argv)
+    try:
+        args.run(args)
+    except (InputError, ValueError) as error:
+        print(f"tree-cp: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `tree-cp ... | head`
+        sys.stderr.close()
+        return 0
+    return 0
