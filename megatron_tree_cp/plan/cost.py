@@ -76,11 +76,12 @@ class CostModel:
     def peak_bytes(self, tokens: Array, remote: Sequence[Array]) -> Array:
         """Bytes per rank: kept activations plus the largest working set of one attention stage.
 
-        ``tokens`` int[cp]; ``remote`` holds the remote keys int[cp] per window. The working set is
-        the fp32 accumulators of queries and keys, the receive buffers and their gradients.
+        ``tokens`` int[.., cp]; ``remote`` holds the remote keys int[.., cp] per window. The
+        working set is the fp32 accumulators of queries and keys, the receive buffers and their
+        gradients.
         """
         kept = tokens * (self.model.total_activation_bytes() / self.tp_size)
-        working = np.zeros(len(tokens))
+        working = np.zeros(np.shape(tokens))
         for window, keys in zip(self.windows, remote, strict=True):
             for layer in self.classes_of(window):
                 rates = self.rates(layer)

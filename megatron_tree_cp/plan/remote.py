@@ -54,14 +54,19 @@ class RemoteKeys(ArrayValue):
         )
 
 
-def remote_keys(runs: RunTable, window: int | None) -> RemoteKeys:
+def remote_keys(
+    runs: RunTable, window: int | None, pairs: tuple[Array, Array] | None = None
+) -> RemoteKeys:
     """All keys that some query of another rank sees, once per destination rank.
 
     With a window only the suffix of a run is needed whose positions are above the oldest reachable
-    query's position minus the window.
+    query's position minus the window. ``pairs`` (destination, run) limits what is looked at.
     """
-    run = np.tile(runs.split, runs.cp_size)
-    rank = np.repeat(np.arange(runs.cp_size), len(runs.split))
+    if pairs is None:
+        rank = np.repeat(np.arange(runs.cp_size), len(runs.split))
+        run = np.tile(runs.split, runs.cp_size)
+    else:
+        rank, run = pairs
     other = runs.owner[run] != rank
     run, rank = run[other], rank[other]
     begin, end = runs.own_interval(rank, run)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
 from ..tree.packed_tree import PackedTree
-from .layout import Layout
 from .values import Array, ArrayValue, frozen_array
 
 
@@ -80,6 +80,18 @@ class RangeMinimum:
         return begin, end
 
 
+class Ownership(Protocol):
+    """What a run table needs to know about a layout."""
+
+    @property
+    def cp_size(self) -> int:
+        """Number of owners."""
+
+    @property
+    def pieces(self) -> tuple[Array, Array, Array, Array]:
+        """Ranges in row order: start, length, owner, local start in the owner's shard."""
+
+
 @dataclass(frozen=True, eq=False)
 class RunTable(ArrayValue):
     """The runs of one tree under one layout, in row order.
@@ -90,7 +102,7 @@ class RunTable(ArrayValue):
     """
 
     tree: PackedTree
-    layout: Layout
+    layout: Ownership
 
     @cached_property
     def _columns(self) -> tuple[Array, ...]:
