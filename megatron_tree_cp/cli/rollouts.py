@@ -26,12 +26,27 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `pack_rollouts`; they mean what the `--tree-*` flags of training mean."""
     add = parser.add_argument
     add("paths", nargs="+", metavar="PATH", help="JSON or JSONL rollouts")
-    add("--tokenizer", default="bytes", metavar="NAME", help="bytes, FILE.json or hf:DIR")
-    add("--max-tokens", type=int, required=True, metavar="N", help="stored tokens of a row at most")
+    add(
+        "--tokenizer",
+        "--tree-tokenizer",
+        default="bytes",
+        metavar="NAME",
+        help="bytes, FILE.json or hf:DIR",
+    )
+    add(
+        "--max-tokens",
+        "--tree-max-tokens",
+        type=int,
+        required=True,
+        metavar="N",
+        help="stored tokens of a row at most",
+    )
     add("--messages-key", default="messages", metavar="KEY", help="key of the message list")
     add("--ignore-keys", nargs="+", default=[], metavar="KEY", help="unknown keys to skip")
     add("--min-shared", type=int, default=1, metavar="N", help="shortest prefix stored once")
     add("--overlong", choices=("error", "cut"), default="error", help="longer than a row")
+    add("--keep-last", action="store_true", help="store final tokens too, without a label")
+    add("--vocab-size", type=int, metavar="N", help="refuse token ids from N on")
 
 
 def pack_rollouts(args: argparse.Namespace) -> PackedRollouts:
@@ -52,12 +67,14 @@ def pack_rollouts(args: argparse.Namespace) -> PackedRollouts:
             tokenizer,
             messages_key=args.messages_key,
             ignore_keys=args.ignore_keys,
+            vocab_size=args.vocab_size,
             progress=reporter("reading"),
         )
         rows = pack_trajectories(
             trajectories,
             args.max_tokens,
             min_shared=args.min_shared,
+            keep_last=args.keep_last,
             overlong=args.overlong,
             progress=reporter("packing"),
         )

@@ -143,14 +143,16 @@ def _fitting(
         size = len(trajectory)
         if size < least:
             raise InputError(
-                f"trajectory {index}: {size} token leaves nothing to train; it needs {least}"
+                f"{trajectory.described(index)}: {size} token leaves nothing to train; it needs "
+                f"{least}"
             )
         stored = size if keep_last else size - 1
         if stored > max_tokens:
             if overlong == "error":
                 raise InputError(
-                    f"trajectory {index}: {stored} stored tokens do not fit a row of {max_tokens};"
-                    " raise max_tokens (--tree-max-tokens) or ask for a cut (--tree-overlong cut)"
+                    f"{trajectory.described(index)}: {stored} stored tokens do not fit a row of "
+                    f"{max_tokens}; raise max_tokens (--tree-max-tokens) or ask for a cut "
+                    "(--tree-overlong cut)"
                 )
             num_cut += 1
             tokens_cut += stored - max_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ class Trajectory:
         advantages: [n] or one number for all tokens; finite where trained.
         old_logprobs: log-probs under the sampling policy, [n]; finite where trained.
         group: the group of a group-relative objective, an integer or a string.
+        source: where it was read, "FILE:LINE", for error messages only.
 
     Raises:
         InputError: one line that names the field and, where it can, the index.
@@ -39,6 +41,7 @@ class Trajectory:
     advantages: FloatArray | None = None
     old_logprobs: FloatArray | None = None
     group: int | str | None = None
+    source: str | None = None
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class Trajectory:
         advantages: ArrayLike | None = None,
         old_logprobs: ArrayLike | None = None,
         group: int | str | None = None,
+        source: str | None = None,
     ) -> None:
         ids = integer_vector(tokens, "tokens")
         if ids.size == 0:
@@ -68,13 +72,14 @@ class Trajectory:
             "advantages": _floats(advantages, "advantages", ids.size, where, scalar=True),
             "old_logprobs": _floats(old_logprobs, "old_logprobs", ids.size, where, scalar=False),
             "group": group,
+            "source": source,
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = (self.tokens, self.loss_mask, self.weights, self.advantages, self.old_logprobs)
-        return Trajectory, (*fields, self.group)
+        return Trajectory, (*fields, self.group, self.source)
 
     def __len__(self) -> int:
         return int(self.tokens.size)
@@ -88,7 +93,23 @@ class Trajectory:
     def cut(self, num_tokens: int) -> Trajectory:
         """The first `num_tokens` tokens with their fields."""
         fields = (self.tokens, self.loss_mask, self.weights, self.advantages, self.old_logprobs)
-        return Trajectory(*(x if x is None else x[:num_tokens] for x in fields), group=self.group)
+        first = (x if x is None else x[:num_tokens] for x in fields)
+        return Trajectory(*first, group=self.group, source=self.source)
+
+    def described(self, index: int) -> str:
+        """How an error message names the trajectory at `index` of the caller's list."""
+        return f"{self.source}: trajectory {index}" if self.source else f"trajectory {index}"
+
+
+def check_vocabulary(trajectories: Sequence[Trajectory], vocab_size: int) -> None:
+    """InputError naming the first token id that is not below `vocab_size`."""
+    for index, trajectory in enumerate(trajectories):
+        if trajectory.tokens.max() >= vocab_size:
+            place = int(np.argmax(trajectory.tokens >= vocab_size))
+            raise InputError(
+                f"{trajectory.described(index)}: tokens[{place}]: {trajectory.tokens[place]} is "
+                f"outside the vocabulary of {vocab_size}"
+            )
 
 
 def _mask(values: ArrayLike, size: int) -> BoolArray:

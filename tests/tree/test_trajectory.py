@@ -42,7 +42,7 @@ def test_copies():
         ({"tokens": [1.0, 2.0]}, "tokens: expected integers, got float64"),
         ({"tokens": [1, None]}, "tokens: expected integers, got object"),
         ({"tokens": "ab"}, "tokens: expected one dimension"),
-        ({"tokens": [1, 2**63]}, "tokens: 9223372036854775808 does not fit"),
+        ({"tokens": np.array([1, 2**63], np.uint64)}, "tokens: 9223372036854775808 does not fit"),
         ({"tokens": [[1], [2, 3]]}, "tokens: not a vector of integers"),
         ({"loss_mask": [1]}, "loss_mask: 1 values for 3 tokens"),
         ({"loss_mask": [1, NAN, 0]}, r"loss_mask\[1\]: is NaN"),
