@@ -1,0 +1,79 @@
+"""One microbatch on one rank: this shard's tokens, labels, weights and its tree context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..comm.context import TreeContext
+from .rows import PlannedRow
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """Whole-row numbers for logging; the same on every rank that shares the row."""
+
+    stored_tokens: int
+    logical_tokens: int
+    trajectories: int
+    visible_pairs: float
+    """(query, key) pairs per attention layer, averaged over the model's layer classes."""
+
+
+@dataclass(frozen=True)
+class TreeBatch:
+    """Tensors of this rank's shard, ``T`` tokens in layout order, padding at the tail."""
+
+    tokens: torch.Tensor
+    """int64 ``[1, T]``; 0 at padding."""
+    labels: torch.Tensor
+    """int64 ``[1, T]``; 0 where nothing is trained."""
+    position_ids: torch.Tensor
+    """int64 ``[1, T]`` logical positions; 0 at padding."""
+    weights: torch.Tensor
+    """float32 ``[T]`` sum of entry weights; exactly 0 at padding."""
+    count: torch.Tensor
+    """int32 scalar: this shard's part of the loss denominator."""
+    context: TreeContext
+    statistics: RowStatistics
+
+
+def row_statistics(planned: PlannedRow) -> RowStatistics:
+    """Whole-row statistics of a planned row."""
+    tree, row = planned.row.tree, planned.row
+    attention = [c for c in planned.plan.model.classes if c.kind == "attention"]
+    layers = sum(c.layers for c in attention)
+    pairs = sum(c.layers * tree.visible_pairs(c.window) for c in attention)
+    return RowStatistics(
+        stored_tokens=row.num_tokens,
+        logical_tokens=int(row.multiplicity.sum(dtype=np.int64)),
+        trajectories=len(row.trajectories),
+        visible_pairs=pairs / layers if layers else 0.0,
+    )
+
+
+def build_batch(planned: PlannedRow, cp_group, device: torch.device, tp_group=None) -> TreeBatch:
+    """Select this CP rank's shard of a planned row and upload it (copies do not block)."""
+    context = TreeContext(planned.plan, cp_group, device, tp_group=tp_group)
+    indices = planned.plan.layouts["main"].row_indices(context.rank)
+    real = indices >= 0
+    source = np.where(real, indices, 0)
+
+    def select(values: np.ndarray, dtype) -> torch.Tensor:
+        shard = np.where(real, values[source], 0).astype(dtype)
+        return torch.from_numpy(shard).to(device, non_blocking=True)
+
+    row = planned.row
+    return TreeBatch(
+        tokens=select(row.tokens, np.int64)[None],
+        labels=select(np.maximum(row.labels, 0), np.int64)[None],
+        position_ids=context.positions[None],
+        weights=select(row.weights, np.float32),
+        count=torch.tensor(
+            int(planned.counts[indices[real]].sum()), dtype=torch.int32, device=device
+        ),
+        context=context,
+        statistics=row_statistics(planned),
+    )

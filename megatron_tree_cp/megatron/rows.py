@@ -1,0 +1,167 @@
+"""What a data worker does: read rollouts, pack them into rows, plan each row.
+
+This module imports neither torch nor Megatron: worker processes start fast and own no device.
+Everything here is deterministic in (recipe, sample number), so that every rank that needs a row
+can make it on its own, and a resumed run meets the same rows again.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..plan.model import ModelShape
+from ..plan.planner import plan_row
+from ..plan.profile import CostProfile
+from ..plan.row_plan import RowPlan
+from ..tree.errors import InputError
+from ..tree.fingerprint import packing_fingerprint
+from ..tree.objective import target_counts, weigh_trajectories
+from ..tree.packing import PackedRow, pack_trajectories
+from ..tree.readers import read_rollouts
+from ..tree.summary import PackingSummary, summarise
+from ..tree.tokenizers import load_tokenizer
+
+
+@dataclass(frozen=True)
+class RowRecipe:
+    """How rollout files become packed rows and in which order they are visited."""
+
+    paths: tuple[str, ...]
+    tokenizer: str
+    max_tokens: int
+    vocab_size: int
+    """Token ids must lie below this."""
+    max_positions: int
+    """Longest logical context that the model's position tables hold."""
+    messages_key: str = "messages"
+    min_shared: int = 1
+    overlong: str = "error"
+    objective: str = "token"
+    shuffle: bool = True
+    seed: int = 1234
+
+
+@dataclass(frozen=True)
+class PlanRecipe:
+    """The parallel shape and model that rows are planned for."""
+
+    cp_size: int
+    tp_size: int
+    granule: int
+    model: ModelShape
+    waves: int | None = None
+    profile: CostProfile | None = None
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """One microbatch as it leaves a worker: numpy only, picklable."""
+
+    sample: int
+    """Number of this row in the run's global order (``consumed_train_samples`` counts these)."""
+    row: PackedRow
+    counts: np.ndarray
+    plan: RowPlan
+    fingerprint: str
+    summary: str
+    rows_per_epoch: int
+    prepare_ms: float
+
+
+@dataclass(frozen=True)
+class RowFailure:
+    """A worker's error as a value, so that every rank can be told before it raises."""
+
+    sample: int
+    message: str
+
+
+class PackedRows:
+    """All rows of a recipe: rollouts read and packed once per process."""
+
+    def __init__(self, recipe: RowRecipe):
+        tokenizer = load_tokenizer(recipe.tokenizer)
+        trajectories = read_rollouts(
+            recipe.paths,
+            tokenizer,
+            messages_key=recipe.messages_key,
+            vocab_size=recipe.vocab_size,
+        )
+        weighed = weigh_trajectories(trajectories, recipe.objective)
+        self.recipe = recipe
+        self.rows = pack_trajectories(
+            weighed, recipe.max_tokens, min_shared=recipe.min_shared, overlong=recipe.overlong
+        )
+        for number, row in enumerate(self.rows):
+            _check_row(number, row, recipe)
+        self.summary: PackingSummary = summarise(trajectories, self.rows)
+        self.fingerprint = packing_fingerprint(self.rows, objective=recipe.objective)
+        self._epoch = -1
+        self._order = np.arange(len(self.rows))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row_of_sample(self, sample: int) -> int:
+        """Row visited as the ``sample``-th of the run; each epoch visits every row once."""
+        epoch, place = divmod(sample, len(self.rows))
+        if not self.recipe.shuffle:
+            return place
+        if epoch != self._epoch:
+            rng = np.random.default_rng((self.recipe.seed, epoch))
+            self._order, self._epoch = rng.permutation(len(self.rows)), epoch
+        return int(self._order[place])
+
+
+def _check_row(number: int, row: PackedRow, recipe: RowRecipe) -> None:
+    longest = int(row.tree.positions.max()) + 1
+    if longest > recipe.max_positions:
+        raise InputError(
+            f"row {number}: a trajectory of {longest} tokens exceeds --max-position-embeddings "
+            f"{recipe.max_positions}; raise it"
+        )
+
+
+@dataclass
+class PlannedRows:
+    """Map-style dataset: sample number -> :class:`PlannedRow` (or :class:`RowFailure`)."""
+
+    rows: RowRecipe
+    plan: PlanRecipe
+    _packed: PackedRows | None = field(default=None, repr=False)
+
+    def packed(self) -> PackedRows:
+        """The packed rows, read on first use in the process that needs them."""
+        if self._packed is None:
+            self._packed = PackedRows(self.rows)
+        return self._packed
+
+    def __getitem__(self, sample: int) -> PlannedRow | RowFailure:
+        started = time.perf_counter()
+        try:
+            packed = self.packed()
+            row = packed.rows[packed.row_of_sample(sample)]
+            plan = plan_row(
+                row.tree,
+                self.plan.cp_size,
+                self.plan.model,
+                profile=self.plan.profile,
+                tp_size=self.plan.tp_size,
+                waves=self.plan.waves,
+                granule=self.plan.granule,
+            )
+        except (ValueError, OSError) as error:
+            return RowFailure(sample, f"{type(error).__name__}: {error}")
+        return PlannedRow(
+            sample=sample,
+            row=row,
+            counts=target_counts(row, self.rows.objective),
+            plan=plan,
+            fingerprint=packed.fingerprint,
+            summary=packed.summary.format(),
+            rows_per_epoch=len(packed),
+            prepare_ms=(time.perf_counter() - started) * 1e3,
+        )

@@ -1,0 +1,177 @@
+"""What Megatron's training loop asks of a tree run: data, forward step, loss, log."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ..comm.agreement import Agreement
+from .batch import build_batch
+from .flops import report_row
+from .loss import weighted_loss
+from .metrics import IterationRecorder
+from .params import TreePackedSeqParams
+from .rows import PlannedRow, PlannedRows, PlanRecipe, RowRecipe
+from .stream import RowStream, SampleOrder, device_of_rank, planned_row_loader
+
+
+def replica_group(dp_rank: int) -> dist.ProcessGroup:
+    """CPU (gloo) group of all ranks that work on the same rows: one data-parallel replica."""
+    mine = torch.tensor([dp_rank])
+    everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    cpu_world = dist.new_group(backend="gloo")
+    dist.all_gather(everyone, mine, group=cpu_world)
+    replicas = [int(r) for r in everyone]
+    groups = {
+        replica: dist.new_group(
+            [rank for rank, r in enumerate(replicas) if r == replica], backend="gloo"
+        )
+        for replica in sorted(set(replicas))
+    }
+    return groups[dp_rank]
+
+
+def row_recipe(args: Namespace, paths: list[str], shuffle: bool) -> RowRecipe:
+    """The packing part of the arguments."""
+    return RowRecipe(
+        paths=tuple(paths),
+        tokenizer=args.tree_tokenizer,
+        max_tokens=args.tree_max_tokens,
+        vocab_size=args.vocab_size,
+        max_positions=args.max_position_embeddings,
+        messages_key=args.tree_messages_key,
+        min_shared=args.tree_min_shared,
+        overlong=args.tree_overlong,
+        objective=args.tree_loss,
+        shuffle=shuffle,
+        seed=args.tree_shuffle_seed,
+    )
+
+
+class TreeTrainer:
+    """Holds one run's streams and records; its methods are Megatron's callbacks."""
+
+    is_distributed = True
+    """Megatron's marker: build the data on every rank, not on TP rank 0 only."""
+
+    def __init__(self, args: Namespace, plan: PlanRecipe):
+        self.args, self.plan = args, plan
+        path = Path(args.tree_metrics_file) if args.tree_metrics_file else None
+        self.recorder = IterationRecorder(path)
+        self.chunks = args.virtual_pipeline_model_parallel_size or 1
+        self._train: RowStream | None = None
+        self._valid: RowStream | None = None
+        self._agreement: Agreement | None = None
+
+    # -- data -----------------------------------------------------------------------------------
+
+    def __call__(self, num_samples, vp_stage: int | None = None):
+        """Megatron's dataset provider: (train, valid, test) iterators for one model chunk."""
+        args = self.args
+        if self._train is None:
+            self._train = self._stream(
+                args.tree_data, args.consumed_train_samples, not args.no_tree_shuffle, log=True
+            )
+        valid = None
+        if args.tree_valid_data:
+            if self._valid is None:
+                self._valid = self._stream(
+                    args.tree_valid_data, args.consumed_valid_samples, False, log=False
+                )
+            valid = self._valid.consumer()
+        return self._train.consumer(), valid, None
+
+    def _stream(self, paths: list[str], consumed: int, shuffle: bool, log: bool) -> RowStream:
+        from megatron.core import parallel_state as mpu
+
+        args = self.args
+        dp_rank = mpu.get_data_parallel_rank()
+        if self._agreement is None:
+            self._agreement = Agreement(replica_group(dp_rank))
+        loader = planned_row_loader(
+            PlannedRows(row_recipe(args, paths, shuffle), self.plan),
+            SampleOrder(consumed, dp_rank, mpu.get_data_parallel_world_size()),
+            args.tree_planner_workers,
+            args.tree_lookahead,
+        )
+        upload = partial(
+            build_batch,
+            cp_group=mpu.get_context_parallel_group(),
+            device=device_of_rank(),
+            tp_group=mpu.get_tensor_model_parallel_group(),
+        )
+        return RowStream(loader, self._agreement, upload, self._log_packing if log else None)
+
+    def _log_packing(self, planned: PlannedRow) -> None:
+        if dist.get_rank() == 0:
+            print(planned.summary, flush=True)
+            print(f"packing fingerprint {planned.fingerprint}", flush=True)
+
+    # -- forward and loss -----------------------------------------------------------------------
+
+    def forward_step(self, data_iterator, model):
+        """One microbatch through the model; returns (output, loss function) as Megatron asks."""
+        from megatron.training import get_timers
+
+        timers = get_timers()
+        timers("batch-generator", log_level=2).start()
+        batch = next(data_iterator)
+        timers("batch-generator").stop()
+        if model.training:
+            self.recorder.add_row(batch.statistics)
+            report_row(batch.statistics, batch.tokens.device)
+        params = TreePackedSeqParams(
+            qkv_format="sbhd",
+            tree=batch.context,
+            positions=batch.context.positions,
+            max_seqlen_q=batch.tokens.shape[1],
+            max_seqlen_kv=batch.tokens.shape[1],
+        )
+        output = model(
+            batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=params
+        )
+
+        def loss_function(losses: torch.Tensor):
+            loss_sum, count = weighted_loss(batch, losses)
+            if model.training:
+                self.recorder.add_loss(loss_sum, count)
+            report = torch.cat([loss_sum.detach().view(1), count.float().view(1)])
+            return loss_sum, count, {"lm loss": report}
+
+        return output, loss_function
+
+    # -- log ------------------------------------------------------------------------------------
+
+    def after_iteration(self, iteration: int, learning_rate, skipped_iter: int, grad_norm) -> None:
+        """Reduce, print, and hand this iteration to the metrics file, TensorBoard and W&B."""
+        from megatron.core import parallel_state as mpu
+        from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+        args = self.args
+        record = self.recorder.finish(
+            iteration=iteration,
+            consumed_samples=args.consumed_train_samples,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            skipped=skipped_iter,
+            waited_ms=self._train.take_waited_ms() if self._train else 0.0,
+            chunks=self.chunks,
+            group=mpu.get_data_parallel_group(with_context_parallel=True),
+            cp_size=mpu.get_context_parallel_world_size(),
+            device=device_of_rank(),
+        )
+        if dist.get_rank() != dist.get_world_size() - 1:
+            return  # the last rank holds the loss, and Megatron's writers live there
+        self.recorder.write(record)
+        if iteration % args.log_interval == 0:
+            print(record.line(), flush=True)
+            writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+            for name, value in {**record.rates(), "loss sum": record.loss_sum}.items():
+                if writer:
+                    writer.add_scalar(f"tree/{name}", value, iteration)
+                if wandb:
+                    wandb.log({f"tree/{name}": value}, iteration)

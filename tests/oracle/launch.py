@@ -1,0 +1,119 @@
+"""Start training runs as a user does (torchrun), with a hard timeout, and read what they wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TINY_MODEL = """
+--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
+--group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm
+--disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope
+--transformer-impl local --use-cpu-initialization --distributed-backend gloo
+--attention-dropout 0 --hidden-dropout 0 --init-method-std 0.1
+""".split()
+"""Flags of the test model: grouped queries, gated MLP, rotary positions."""
+
+SGD = "--optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad 0".split()
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that ended: its output, and what its probe wrote."""
+
+    folder: Path
+    returncode: int
+    output: str
+
+    def records(self) -> list[dict]:
+        """The metrics file, one dict an iteration."""
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def tensors(self, what: str, iteration: int) -> list[dict[str, torch.Tensor]]:
+        """{name: tensor} of every rank; ``what`` is ``gradients`` or ``weights``."""
+        paths = sorted(self.folder.glob(f"{what}_{iteration}_rank*.pt"))
+        assert paths, f"no {what} of iteration {iteration} in {self.folder}:\n{self.output[-3000:]}"
+        return [torch.load(path) for path in paths]
+
+
+def training_flags(iterations: int, batch: int, lr: float, **extra: object) -> list[str]:
+    """Schedule flags; a constant learning rate, one log line an iteration."""
+    values = {
+        "train-iters": iterations,
+        "global-batch-size": batch,
+        "micro-batch-size": 1,
+        "lr": lr,
+        "lr-decay-style": "constant",
+        "eval-iters": 0,
+        "log-interval": 1,
+        **{name.replace("_", "-"): value for name, value in extra.items()},
+    }
+    flags = []
+    for name, value in values.items():
+        flags.append(f"--{name}")
+        if value is not True:
+            flags.append(str(value))
+    return flags
+
+
+def command(side: str, ranks: int, folder: Path, argv: list[str], gradients="-", weights="-"):
+    """The torchrun command of one run; ``argv`` are pretrain arguments."""
+    return [
+        sys.executable, "-W", "ignore", "-m", "torch.distributed.run",
+        "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
+        "-m", "tests.oracle.entry", side, str(folder), gradients, weights, "--",
+        "--tree-cpu", "--context-parallel-backend", "tree",
+        "--tree-metrics-file", str(folder / "metrics.jsonl"), *argv,
+    ]  # fmt: skip
+
+
+def start(cmd: list[str]) -> subprocess.Popen:
+    """Start in an own process group, so that a timeout can end every rank and worker."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    env.pop("PYTEST_CURRENT_TEST", None)
+    return subprocess.Popen(
+        cmd,
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen, folder: Path, timeout: float) -> Finished:
+    """Wait for a started run; kills all of it when the time is over."""
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"run in {folder} took over {timeout} s:\n{output[-4000:]}") from None
+    return Finished(folder, process.returncode, output)
+
+
+def train(
+    side: str,
+    ranks: int,
+    folder: Path,
+    argv: list[str],
+    gradients: str = "-",
+    weights: str = "-",
+    timeout: float = 300,
+) -> Finished:
+    """Run to the end and require success."""
+    folder.mkdir(parents=True, exist_ok=True)
+    done = finish(start(command(side, ranks, folder, argv, gradients, weights)), folder, timeout)
+    assert done.returncode == 0, f"{side} on {ranks} ranks failed:\n{done.output[-6000:]}"
+    return done

@@ -1,0 +1,48 @@
+"""Rollout files for the oracle: the shipped examples, and real ones where they are at hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from .launch import ROOT
+
+EXAMPLES = ROOT / "examples" / "rollouts.jsonl"
+
+
+def airline_rollouts() -> list[dict]:
+    """200 recorded agent trajectories; skips where the file is not at hand.
+
+    They lie in ``../shared/data`` beside a checkout, or where TREE_CP_ROLLOUTS points.
+    """
+    beside = ROOT.parent / "shared" / "data" / "airline_rollouts" / "rollouts.json"
+    path = Path(os.environ.get("TREE_CP_ROLLOUTS", beside))
+    if not path.exists():
+        pytest.skip("set TREE_CP_ROLLOUTS to a rollouts.json with `traj` message lists")
+    return json.loads(path.read_text())
+
+
+def as_messages(record: dict) -> dict:
+    """An airline record in the shape of our example file."""
+    return {"messages": record["traj"]}
+
+
+def airline_sample(count: int, seed: int = 0) -> list[dict]:
+    """The sample that the acceptance test names: ``random.Random(seed).sample``."""
+    return [as_messages(r) for r in random.Random(seed).sample(airline_rollouts(), count)]
+
+
+def example_records() -> list[dict]:
+    """All shipped example rollouts."""
+    return [json.loads(line) for line in EXAMPLES.read_text().splitlines()]
+
+
+def write(path: Path, records: list[dict]) -> Path:
+    """Write JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return path
