@@ -101,11 +101,21 @@ class WindowCost:
     total: Array
 
 
-def stage_loads(runs: RunTable, waves: Sequence[RemoteKeys], window: int | None) -> StageLoads:
-    """Exact loads of a plan's stages."""
-    cp_size = runs.cp_size
+def local_loads(runs: RunTable, window: int | None) -> tuple[Array, Array]:
+    """(tokens, visible pairs among a rank's own tokens), int64[cp] each."""
     every = np.arange(len(runs))
     local = runs.count_pairs(runs.owner, every, runs.start, runs.length, window)
+    return (
+        _by_rank(runs.owner, runs.length, runs.cp_size),
+        _by_rank(runs.owner, local, runs.cp_size),
+    )
+
+
+def stage_loads(
+    runs: RunTable, waves: Sequence[RemoteKeys], window: int | None, local: tuple[Array, Array]
+) -> StageLoads:
+    """Exact loads of a plan's stages; ``local`` is what ``local_loads`` returns."""
+    cp_size = runs.cp_size
     shape = (len(waves), cp_size)
     pairs, reached = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     counts = np.zeros((*shape, cp_size), np.int64)
@@ -120,8 +130,8 @@ def stage_loads(runs: RunTable, waves: Sequence[RemoteKeys], window: int | None)
         reached[w] = np.maximum(last - first, 0)
         counts[w] = keys.exchange(runs).counts
     return StageLoads(
-        queries=_by_rank(runs.owner, runs.length, cp_size),
-        local_pairs=_by_rank(runs.owner, local, cp_size),
+        queries=local[0],
+        local_pairs=local[1],
         pairs=pairs,
         reached=reached,
         counts=counts,

@@ -44,12 +44,17 @@ def plan_row(
         raise ValueError(f"cp_size and tp_size must be at least 1, got {cp_size} and {tp_size}")
     if waves is not None and waves < 0:
         raise ValueError(f"waves must be None (choose), 0 (fused) or positive, got {waves}")
-    granule = tp_size if granule is None else granule
+    if granule is None:
+        granule = tp_size if layout is None else layout.granule
     if granule < 1 or granule % tp_size:
         raise ValueError(f"granule must be a positive multiple of tp_size {tp_size}, got {granule}")
     costs = CostModel(model, profile, tp_size)
     tried: tuple[Candidate, ...] = ()
     if layout is not None:
+        if layout.granule != granule:
+            raise ValueError(
+                f"the forced layout has granule {layout.granule}, not {granule}: build it with that"
+            )
         if layout.cp_size != cp_size or layout.num_tokens != tree.num_tokens:
             raise ValueError(
                 f"the forced layout is for {layout.num_tokens} tokens on {layout.cp_size} ranks; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -12,9 +13,6 @@ from .values import Array, ArrayValue, frozen_array
 
 TILE = 128
 """Cuts between waves fall on multiples of a kernel's key tile where there is enough work."""
-
-SPLITS = ("tokens", "distance")
-"""Ways to split remote keys into waves: equal key counts, or groups of source-rank distances."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +81,7 @@ def remote_keys(
 
 
 def split_waves(
-    keys: RemoteKeys, runs: RunTable, num_waves: int, split: str = "tokens"
+    keys: RemoteKeys, runs: RunTable, num_waves: int, split: Literal["tokens", "distance"]
 ) -> tuple[RemoteKeys, ...]:
     """Divide ``keys`` into ``num_waves`` waves, every key in exactly one.
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
@@ -48,6 +47,8 @@ class Prediction(ArrayValue):
         for name in ("forward_ms", "backward_ms", "peak_bytes"):
             object.__setattr__(self, name, frozen_array(getattr(self, name), np.float64))
         object.__setattr__(self, "tokens", frozen_array(self.tokens))
+        for name in ("pairs", "remote_tokens"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     @property
     def imbalance(self) -> float:
@@ -57,7 +58,7 @@ class Prediction(ArrayValue):
 
 
 @dataclass(frozen=True, eq=False)
-class RowPlan:
+class RowPlan(ArrayValue):
     """Layouts, exchanges and stages of one row for one parallel shape and model.
 
     ``layouts["main"]`` is the order of the residual stream; ``attention`` maps the names of the
@@ -76,17 +77,6 @@ class RowPlan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "layouts", MappingProxyType(dict(self.layouts)))
         object.__setattr__(self, "attention", MappingProxyType(dict(self.attention)))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RowPlan, (
-            self.tree,
-            self.cp_size,
-            self.tp_size,
-            self.model,
-            dict(self.layouts),
-            dict(self.attention),
-            self.predicted,
-        )
 
     def attention_class(self, window: int | None) -> AttentionPlan:
         """The plan of the layers with this window; ``ValueError`` names the known windows."""

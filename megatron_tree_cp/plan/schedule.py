@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from ..tree.packed_tree import PackedTree
 from .attention import AttentionPlan
-from .cost import CostModel, WindowCost, stage_loads
+from .cost import CostModel, WindowCost, local_loads, stage_loads
 from .layout import Layout
-from .remote import SPLITS, RemoteKeys, remote_keys, split_waves
+from .remote import RemoteKeys, remote_keys, split_waves
 from .row_plan import Candidate
 from .runs import RunTable
 from .simulate import StageLoads
@@ -54,34 +55,54 @@ def schedule(tree: PackedTree, layout: Layout, costs: CostModel, waves: int | No
     """Choose the waves of every window; ``waves`` None is free, 0 fused, N forces N."""
     runs = RunTable(tree, layout)
     windows = tuple(_schedule_window(runs, window, costs, waves) for window in costs.windows)
-    rank_tokens = stage_loads(runs, (), None).queries
-    return Schedule(layout, runs, windows, rank_tokens, costs.other_ms(rank_tokens))
+    tokens = windows[0].loads.queries if windows else local_loads(runs, None)[0]
+    return Schedule(layout, runs, windows, tokens, costs.other_ms(tokens))
 
 
 def _schedule_window(
     runs: RunTable, window: int | None, costs: CostModel, waves: int | None
 ) -> WindowSchedule:
     keys = remote_keys(runs, window)
-    options: list[tuple[str, bool, tuple[RemoteKeys, ...]]] = []
-    if runs.cp_size == 1 or (waves is None and not len(keys)):
-        options.append(("local", False, ()))
-    else:
-        if waves in (None, 0):
-            options.append(("fused", True, (keys,)))
-        counts = range(1, MAX_WAVES + 1) if waves is None else range(waves, waves + bool(waves))
-        for count in counts:
-            # With one wave, or waves of one source each, the two splits are the same or moot.
-            for split in SPLITS if count > 1 and runs.cp_size > 2 else SPLITS[:1]:
-                options.append(
-                    (f"{count} waves by {split}", False, split_waves(keys, runs, count, split))
-                )
-    best: WindowSchedule | None = None
-    tried = []
-    for name, fused, parts in options:
-        loads = stage_loads(runs, parts, window)
+    local = local_loads(runs, window)
+    tried: list[WindowSchedule] = []
+
+    def price(name: str, parts: tuple[RemoteKeys, ...], fused: bool = False) -> float:
+        # Fused and one wave move the same keys: their loads are the same.
+        same = [t for t in tried if len(t.waves) == len(parts) == 1]
+        loads = same[0].loads if same else stage_loads(runs, parts, window, local)
         cost = costs.window_ms(window, loads, fused)
-        tried.append(Candidate(f"window {window}: {name}", float(cost.total)))
-        if best is None or cost.total < best.cost.total:
-            best = WindowSchedule(window, fused, parts, loads, cost, ())
-    assert best is not None
-    return WindowSchedule(window, best.fused, best.waves, best.loads, best.cost, tuple(tried))
+        note = (Candidate(f"window {window}: {name}", float(cost.total)),)
+        tried.append(WindowSchedule(window, fused, parts, loads, cost, note))
+        return float(cost.total)
+
+    if runs.cp_size == 1 or (waves is None and not len(keys)):
+        price("local", ())
+    if waves in (None, 0) and not tried:
+        price("fused", (keys,), fused=True)
+    if waves is None and len(keys):
+        best, count = price("1 wave", (keys,)), 1
+        while count < MAX_WAVES:
+            # Launches grow and waits shrink with the count: the first rise is the end.
+            parts = split_waves(keys, runs, count + 1, "tokens")
+            total = price(f"{count + 1} waves by tokens", parts)
+            if total >= best:
+                break
+            best, count = total, count + 1
+        _price_distance(price, keys, runs, max(count, 2))
+    elif waves and not tried:
+        price(f"{waves} waves by tokens", split_waves(keys, runs, waves, "tokens"))
+        _price_distance(price, keys, runs, waves)
+    chosen = min(tried, key=lambda t: float(t.cost.total))
+    notes = tuple(note for t in tried for note in t.candidates)
+    return replace(chosen, candidates=notes)
+
+
+def _price_distance(
+    price: Callable[[str, tuple[RemoteKeys, ...]], float],
+    keys: RemoteKeys,
+    runs: RunTable,
+    count: int,
+) -> None:
+    # With one wave, or one source, both splits are the same or one is pointless.
+    if count > 1 and runs.cp_size > 2:
+        price(f"{count} waves by distance", split_waves(keys, runs, count, "distance"))

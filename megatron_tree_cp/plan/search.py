@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..tree.packed_tree import PackedTree
-from .cost import CostModel
+from .cost import CostModel, WindowCost
 from .layout import Layout
 from .moves import Assignment, Option
 from .row_plan import Candidate
@@ -22,13 +22,19 @@ from .units import UnitWork, unit_cuts, unit_work
 from .values import Array
 
 MAX_STEPS = 24
-"""Accepted moves per descent."""
+"""Accepted moves per search."""
 
-MAX_BATCH = 128
+MAX_BATCH = 96
 """Moves priced per step."""
 
 SPLIT_ROUNDS = 2
-"""Times that the slowest ranks' units are split and moved again."""
+"""Times that units of the slowest ranks are split and moved again."""
+
+SPLIT_UNITS = 6
+"""Units per rank that are split in a round, into ``SPLIT_PARTS`` each."""
+
+SPLIT_PARTS = 4
+"""Pieces of a split unit."""
 
 MIN_GAIN = 1e-5
 """Relative gain of the score that makes a move worthwhile."""
@@ -43,7 +49,8 @@ def search_layout(
     than the seed unless the seed does not fit the memory limit.
     """
     segments = join_only_children(tree)
-    shares = contiguous_cuts(segments, tree.num_tokens, cp_size, costs)
+    compute = ComputeBefore(segments, costs)
+    shares = contiguous_cuts(compute, tree.num_tokens, cp_size)
     ranks = np.arange(cp_size)
     contiguous = Layout.from_pieces(shares, ranks, cp_size, granule)
     chosen = schedule(tree, contiguous, costs, waves)
@@ -54,7 +61,7 @@ def search_layout(
     works = unit_work(tree, cuts, costs.windows)
     choices = _choices(waves)
     best: tuple[float, str, Array, list[Option]] | None = None
-    for name, owner in _seeds(segments, cuts, shares, cp_size, costs):
+    for name, owner in _seeds(compute, cuts, shares, cp_size):
         seed = Assignment(owner, np.diff(cuts), works, costs, cp_size)
         options = seed.best_options(choices)
         score, parts = seed.price(options)
@@ -73,11 +80,11 @@ def search_layout(
 
 def _choices(waves: int | None) -> list[Option]:
     if waves is None:
-        return [(True, 1)] + [(False, count) for count in range(1, MAX_WAVES + 1)]
+        return [(True, 1), (False, 1), (False, 2), (False, MAX_WAVES)]
     return [(waves == 0, max(waves, 1))]
 
 
-def _total(assignment: Assignment, parts: list) -> float:
+def _total(assignment: Assignment, parts: list[WindowCost]) -> float:
     other = assignment.costs.other_ms(assignment.tokens)
     return float(other.total) + sum(float(part.total) for part in parts)
 
@@ -91,7 +98,7 @@ def _excess(found: Schedule, costs: CostModel) -> float:
 
 
 def _seeds(
-    segments: Segments, cuts: Array, shares: Array, cp_size: int, costs: CostModel
+    compute: ComputeBefore, cuts: Array, shares: Array, cp_size: int
 ) -> Iterator[tuple[str, Array]]:
     """(name, owner per unit) of every seed; ``cuts`` holds all of ``shares``."""
     yield "contiguous", np.searchsorted(shares, cuts[:-1], side="right") - 1
@@ -99,8 +106,9 @@ def _seeds(
     for count in (2 * cp_size, 4 * cp_size):
         slab = middle * count // cuts[-1] % (2 * cp_size)
         yield f"folded {count}", np.minimum(slab, 2 * cp_size - 1 - slab)
-    price = np.diff(row_ms(segments, cuts, costs))
-    root = np.searchsorted(segments.start[segments.position == 0], cuts[:-1], side="right")
+    price = np.diff(compute.at(cuts))
+    roots = compute.segments.start[compute.segments.position == 0]
+    root = np.searchsorted(roots, cuts[:-1], side="right")
     for share in (1.0, 0.25):
         # A block is a whole family, or pieces of one that are at most a share of a rank's work.
         first = np.concatenate([[True], root[1:] != root[:-1]])
@@ -128,41 +136,48 @@ def _descend(
     cp_size: int,
 ) -> tuple[Array, Array]:
     """Moves until none helps, then splits of the slowest ranks' units and moves again."""
+    steps = 0
     for round_ in range(SPLIT_ROUNDS + 1):
         state = Assignment(owner, np.diff(cuts), works, costs, cp_size)
-        for _ in range(MAX_STEPS):
-            score, _ = state.price(options)
-            move = None
-            for rank in _slowest(state, options):
-                move = _best_move(state, rank, options, score)
-                if move is not None:
-                    break
+        score, parts = state.price(options)
+        while steps < MAX_STEPS:
+            moves = (_best_move(state, r, options, score) for r in _slowest(state, parts))
+            move = next((m for m in moves if m is not None), None)
             if move is None:
                 break
             owner = state.owner.copy()
             owner[move[0]] = move[1]
             state = Assignment(owner, state.sizes, works, costs, cp_size)
-        owner = state.owner
-        if round_ == SPLIT_ROUNDS:
+            score, parts = state.price(options)
+            steps += 1
+        if round_ == SPLIT_ROUNDS or steps == MAX_STEPS:
             break
-        parts = 4
-        slow = np.isin(owner, _slowest(state, options)) & (np.diff(cuts) >= 2 * parts)
-        begin, size = cuts[:-1][slow], np.diff(cuts)[slow]
-        fresh = (begin[:, None] + size[:, None] * np.arange(1, parts) // parts).ravel()
-        finer = np.union1d(cuts, fresh)
+        finer = _split_units(cuts, owner, _slowest(state, parts))
+        if len(finer) == len(cuts):
+            break
         owner = owner[np.searchsorted(cuts, finer[:-1], side="right") - 1]
-        cuts = finer
-        works = unit_work(tree, cuts, costs.windows)
+        cuts, works = finer, unit_work(tree, finer, costs.windows)
     return cuts, owner
 
 
-def _slowest(state: Assignment, options: list[Option]) -> list[int]:
+def _split_units(cuts: Array, owner: Array, ranks: list[int]) -> Array:
+    """``cuts`` with the largest units of ``ranks`` divided."""
+    size = np.diff(cuts)
+    pick = []
+    for rank in ranks:
+        units = np.flatnonzero((owner == rank) & (size >= 2 * SPLIT_PARTS))
+        pick.append(units[np.argsort(-size[units], kind="stable")[:SPLIT_UNITS]])
+    units = np.concatenate(pick)
+    inside = size[units][:, None] * np.arange(1, SPLIT_PARTS) // SPLIT_PARTS
+    return np.union1d(cuts, (cuts[units][:, None] + inside).ravel())
+
+
+def _slowest(state: Assignment, parts: list[WindowCost]) -> list[int]:
     """The ranks that set the backward and the forward time."""
-    parts = state.price(options)[1]
-    backward = sum(part.backward for part in parts)
-    forward = sum(part.forward for part in parts)
     if not parts:
         return [int(state.tokens.argmax())]
+    backward = sum(part.backward for part in parts)
+    forward = sum(part.forward for part in parts)
     return list(dict.fromkeys([int(np.argmax(backward)), int(np.argmax(forward))]))
 
 
@@ -192,36 +207,43 @@ def _best_move(
     return int(unit[best]), int(to[best])
 
 
-def row_ms(segments: Segments, rows: Array, costs: CostModel) -> Array:
-    """float64: compute ms of all tokens before each of ``rows``, communication aside."""
-    at = np.searchsorted(segments.start, rows, side="right") - 1
-    total = np.asarray(rows * (costs.token_forward_ms * (1 + costs.profile.token_backward_factor)))
-    total = total * costs.model.num_layers
-    for window in costs.windows:
-        keys = _path_keys(segments.position, segments.position + segments.length, window)
-        before = np.concatenate([[0], np.cumsum(keys)])
-        inside = segments.position[at] + rows - segments.start[at]
-        pairs = before[at] + _path_keys(segments.position[at], inside, window)
-        for layer in costs.classes_of(window):
-            rates = costs.rates(layer)
-            total = total + pairs * (rates.forward_pair_ms + rates.backward_pair_ms) * layer.layers
-    return total
+class ComputeBefore:
+    """Compute ms (communication aside) of all tokens before a row."""
+
+    def __init__(self, segments: Segments, costs: CostModel) -> None:
+        self.segments = segments
+        both = 1 + costs.profile.token_backward_factor
+        self._token_ms = costs.token_forward_ms * both * costs.model.num_layers
+        self._windows = []
+        for window in costs.windows:
+            rates = [(costs.rates(layer), layer.layers) for layer in costs.classes_of(window)]
+            pair_ms = sum(n * (r.forward_pair_ms + r.backward_pair_ms) for r, n in rates)
+            begin = segments.position
+            keys = _path_keys(begin, begin + segments.length, window)
+            self._windows.append((window, pair_ms, np.concatenate([[0], np.cumsum(keys)])))
+
+    def at(self, rows: Array) -> Array:
+        """float64: ms before each row index of ``rows``."""
+        segments = self.segments
+        of = np.searchsorted(segments.start, rows, side="right") - 1
+        begin = segments.position[of]
+        end = begin + rows - segments.start[of]
+        total = np.asarray(rows * self._token_ms)
+        for window, pair_ms, before in self._windows:
+            total = total + pair_ms * (before[of] + _path_keys(begin, end, window))
+        return total
 
 
-def contiguous_cuts(segments: Segments, num_tokens: int, cp_size: int, costs: CostModel) -> Array:
+def contiguous_cuts(compute: ComputeBefore, num_tokens: int, cp_size: int) -> Array:
     """int64[cp + 1]: row cuts that give each rank an equal share of compute time."""
-    ends = np.append(segments.start, num_tokens)
-    # Inside a segment the cost is convex: bisect rows, which needs no per-token array.
-    total = row_ms(segments, ends[-1:], costs)[0]
+    total = compute.at(np.array([num_tokens]))[0]
     targets = total * np.arange(1, cp_size) / cp_size
     lo, hi = np.zeros(cp_size - 1, np.int64), np.full(cp_size - 1, num_tokens, np.int64)
     while (hi - lo > 1).any():
         middle = (lo + hi) // 2
-        below = row_ms(segments, middle, costs) < targets
+        below = compute.at(middle) < targets
         lo, hi = np.where(below, middle, lo), np.where(below, hi, middle)
-    nearer = np.abs(row_ms(segments, lo, costs) - targets) <= np.abs(
-        row_ms(segments, hi, costs) - targets
-    )
+    nearer = np.abs(compute.at(lo) - targets) <= np.abs(compute.at(hi) - targets)
     return np.concatenate([[0], np.where(nearer, lo, hi), [num_tokens]])
 
 
@@ -230,8 +252,8 @@ def _path_keys(begin: Array, end: Array, window: int | None) -> Array:
 
     def before(position: Array) -> Array:
         if window is None:
-            return position * (position + 1) // 2
-        short = np.minimum(position, window)
+            return np.asarray(position * (position + 1) // 2)
+        short: Array = np.minimum(position, window)
         return short * (short + 1) // 2 + (position - short) * window
 
     return before(end) - before(begin)

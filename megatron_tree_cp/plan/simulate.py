@@ -79,7 +79,8 @@ def exchange_ms(counts: Array, row_bytes: float, profile: CostProfile) -> Array:
     between = counts * (1 - np.eye(cp_size, dtype=np.int64))
 
     def busiest(moved: Array) -> Array:
-        return np.maximum(moved.sum(-1).max(-1), moved.sum(-2).max(-1)) * row_bytes
+        rows: Array = np.maximum(moved.sum(-1).max(-1), moved.sum(-2).max(-1))
+        return rows * row_bytes
 
     if profile.ranks_per_node is None or profile.ranks_per_node >= cp_size:
         return profile.exchange_latency_ms + busiest(between) / profile.exchange_bytes_per_ms

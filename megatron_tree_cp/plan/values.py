@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ Array = NDArray[Any]
 
 def frozen_array(values: ArrayLike, dtype: Any = np.int64) -> Array:
     """A read-only contiguous array of ``dtype`` (a view when ``values`` already is one)."""
-    array = np.ascontiguousarray(values, dtype=dtype).view()
+    array: Array = np.ascontiguousarray(values, dtype=dtype).view()
     array.flags.writeable = False
     return array
 
@@ -21,7 +22,8 @@ def frozen_array(values: ArrayLike, dtype: Any = np.int64) -> Array:
 def expand_ranges(starts: Array, lengths: Array) -> Array:
     """int64[sum(lengths)]: the integers of ``[start, start + length)``, range after range."""
     offsets = np.cumsum(lengths) - lengths
-    return np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - offsets, lengths)
+    shift: Array = np.repeat(starts - offsets, lengths)
+    return np.arange(int(lengths.sum()), dtype=np.int64) + shift
 
 
 class ArrayValue:
@@ -32,5 +34,7 @@ class ArrayValue:
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
-        return type(self), tuple(getattr(self, name) for name in names)
+        values = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+        return type(self), tuple(
+            dict(value) if isinstance(value, MappingProxyType) else value for value in values
+        )
