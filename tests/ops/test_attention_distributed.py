@@ -1,0 +1,128 @@
+"""Distributed tree attention against every trajectory alone, on CP1, CP2 and CP4."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from megatron_tree_cp import ops
+from megatron_tree_cp.comm import TreeContext
+from tests.distributed import run_ranks
+from tests.ops.cases import Case, build_plan, cases, check_case, make_row, run_rank, shard
+
+LENGTHS, PARENTS = (9, 5, 1, 7, 3, 6, 2), (-1, 0, 1, 0, 3, -1, 5)
+CROSSING = Case(LENGTHS, PARENTS, pieces=7, window=4, sink="learnable", seed=3)
+
+EXPLICIT = [
+    CROSSING,
+    replace(CROSSING, window=None),
+    replace(CROSSING, impl="reference"),
+    Case((1,), (-1,), waves=1, granule=4, seed=1),  # one token: every other rank is empty
+    Case((1, 1, 1, 1, 1), (-1, 0, 1, 0, -1), pieces=9, seed=2),
+    Case((40,), (-1,), seed=4),
+    Case((40,), (-1,), seed=4, window=5, pieces=9, granule=8),
+    Case((6, 4, 4), (-1, 0, 0), pieces=3, owners=1, waves=1, seed=5),  # all on rank 0
+    Case((30, 10, 10, 10), (-1, 0, 0, 0), sink="off-by-one", kv_heads=1, value_dim=3, seed=6),
+    *(replace(CROSSING, dtype=torch.bfloat16, waves=w, window=None) for w in (0, 1, 2)),
+    *(replace(CROSSING, dtype=torch.float32, waves=w, granule=8) for w in (0, 1, 2, None)),
+]
+
+
+@settings(max_examples=60)
+@given(cases(cp_size=1))
+def test_one_rank(case):
+    check_case(case, None, 1)
+
+
+def _check_all(rank, world_size, batch):
+    return [check_case(case, dist.group.WORLD, world_size) for case in batch]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_explicit_cases(cp_size):
+    run_ranks(cp_size, _check_all, EXPLICIT, timeout=60)
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_random_cases(cp_size):
+    # Many cases a spawn; no shrinking, since a failing rank names its case.
+    @settings(max_examples=3, phases=[Phase.generate])
+    @given(st.lists(cases(cp_size), min_size=16, max_size=16))
+    def check(batch):
+        run_ranks(cp_size, _check_all, batch, timeout=60)
+
+    check()
+
+
+def _repeat(rank, world_size, case):
+    row = make_row(case)
+    ctx = TreeContext(build_plan(case, world_size), dist.group.WORLD, "cpu")
+    first = run_rank(case, row, ctx)
+    again = TreeContext(build_plan(case, world_size), dist.group.WORLD, "cpu")
+    second = run_rank(case, row, again)
+    return [name for name in first if not torch.equal(first[name], second[name])]
+
+
+@pytest.mark.parametrize("waves", [0, 2])
+def test_bitwise_repeatable(waves):
+    case = Case((300, 200, 250, 40), (-1, 0, 0, 2), waves=waves, pieces=9, dtype=torch.float32)
+    assert run_ranks(3, _repeat, case, timeout=60) == [[], [], []]
+
+
+def _record_collectives(rank, world_size, batch):
+    calls = []
+    stock = dist.all_to_all_single
+
+    def recorded(received, sent, recv_counts, send_counts, group):
+        calls.append((len(recv_counts), received.dtype, received.shape[1:]))
+        return stock(received, sent, recv_counts, send_counts, group=group)
+
+    dist.all_to_all_single = recorded
+    try:
+        for case in batch:
+            check_case(case, dist.group.WORLD, world_size)
+    finally:
+        dist.all_to_all_single = stock
+    return calls
+
+
+def test_every_rank_calls_the_same_collectives():
+    batch = [replace(CROSSING, waves=w, owners=2, granule=2) for w in (0, 1, 2)]
+    batch.append(Case((1,), (-1,), waves=1))
+    calls = run_ranks(4, _record_collectives, batch, timeout=60)
+    assert calls[0]
+    assert all(other == calls[0] for other in calls)
+
+
+def _recompute(rank, world_size, case, reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    row = make_row(case)
+    ctx = TreeContext(build_plan(case, world_size), dist.group.WORLD, "cpu")
+    upstream = shard(row.dout, ctx.row_indices)
+
+    def grads(call):
+        inputs = [shard(x, ctx.row_indices).requires_grad_() for x in (row.q, row.k, row.v)]
+        call(*inputs).backward(upstream)
+        return [x.grad for x in inputs]
+
+    def layer(q, k, v):
+        return ops.tree_attention(q, k, v, ctx)
+
+    plain = grads(layer)
+    again = grads(lambda *x: checkpoint(layer, *x, use_reentrant=reentrant))
+    with torch.autograd.graph.save_on_cpu():
+        offloaded = grads(layer)
+    return all(
+        torch.equal(a, b) and torch.equal(a, c)
+        for a, b, c in zip(plain, again, offloaded, strict=True)
+    )
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recompute_and_offload(reentrant):
+    case = replace(CROSSING, window=None, sink="vanilla", dtype=torch.float32, waves=2)
+    assert run_ranks(2, _recompute, case, reentrant, timeout=60) == [True, True]
