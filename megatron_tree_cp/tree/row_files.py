@@ -40,7 +40,7 @@ def save_rows(path: str | PathLike[str], rows: Sequence[PackedRow]) -> None:
     """Write rows to `path`: for each row r the arrays `r/tokens`, `r/labels`, ..."""
     arrays: dict[str, np.ndarray] = {"format": np.array([_FORMAT, len(rows)])}
     for number, row in enumerate(rows):
-        columns = {
+        columns: dict[str, np.ndarray] = {
             "lengths": row.tree.lengths,
             "parents": row.tree.parents,
             "tokens": row.tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -92,9 +92,18 @@ class Trajectory:
 
     def cut(self, num_tokens: int) -> Trajectory:
         """The first `num_tokens` tokens with their fields."""
-        fields = (self.tokens, self.loss_mask, self.weights, self.advantages, self.old_logprobs)
-        first = (x if x is None else x[:num_tokens] for x in fields)
-        return Trajectory(*first, group=self.group, source=self.source)
+
+        def first(values: NDArray[Any] | None) -> NDArray[Any] | None:
+            return None if values is None else values[:num_tokens]
+
+        return replace(
+            self,
+            tokens=self.tokens[:num_tokens],
+            loss_mask=first(self.loss_mask),
+            weights=first(self.weights),
+            advantages=first(self.advantages),
+            old_logprobs=first(self.old_logprobs),
+        )
 
     def described(self, index: int) -> str:
         """How an error message names the trajectory at `index` of the caller's list."""
