@@ -1,6 +1,6 @@
 # Sourced by the other scripts: finds a Python >= 3.12, makes .venv, installs the package in it.
-# Sets ROOT (the repository) and VENV; `prepare_environment CONSTRAINTS EXTRAS` does the work and
-# returns at once when nothing that decides the installation has changed since the last time.
+# Sets ROOT (the repository) and VENV; `prepare_environment CONSTRAINTS EXTRAS` (EXTRAS may
+# be empty) returns at once when nothing that decides the installation has changed since.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
@@ -35,21 +35,23 @@ find_python() {
 }
 
 prepare_environment() {
-    local constraints="$1" extras="$2" stamp key
+    local constraints="$1" extras="$2" stamp key python
     exec 9<"$ROOT/pyproject.toml"
     ! command -v flock >/dev/null || flock 9 # two scripts started together install once
     if ! "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
-        local python
         python="$(find_python)"
         say "creating .venv with $python"
         "$python" -m venv --clear "$VENV"
     fi
-    stamp="$VENV/.installed-$extras"
+    stamp="$VENV/.installed-${extras:-base}"
     key="$(cat "$ROOT/pyproject.toml" "$ROOT/$constraints" | sha256sum | cut -d' ' -f1) $ROOT"
-    if [[ "$(cat "$stamp" 2>/dev/null)" != "$key" ]]; then
-        say "installing megatron-tree-cp[$extras] with $constraints (minutes the first time)"
-        "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
-            --constraint "$ROOT/$constraints" --editable "$ROOT[$extras]"
+    # An installation with extras holds the base too.
+    if ! grep -qsxF "$key" "$stamp" && { [[ -n "$extras" ]] || ! cat "$VENV"/.installed-* \
+        2>/dev/null | grep -qxF "$key"; }; then
+        say "installing megatron-tree-cp${extras:+[$extras]} with $constraints (minutes at first)"
+        # --no-compile: compiling all of torch takes longer than what a run imports of it.
+        "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
+            --constraint "$ROOT/$constraints" --editable "$ROOT${extras:+[$extras]}"
         printf '%s\n' "$key" >"$stamp"
     fi
     exec 9<&-

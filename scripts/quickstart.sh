@@ -10,7 +10,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 case "${1:-}" in -h | --help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
-prepare_environment constraints/cpu-py312.txt dev
+prepare_environment constraints/cpu-py312.txt ""
 cd "$ROOT"
 python=.venv/bin/python
 out=runs/quickstart
