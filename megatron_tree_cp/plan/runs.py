@@ -221,8 +221,8 @@ class RunTable(ArrayValue):
         if window is None:
             lo, hi = self.reach(rank, run, start, length, None)
             own = self.owner[run] == rank
-            unseen: Array = np.where(own, length * (length - 1) // 2, 0)
-            return length * (hi - lo) - unseen
+            unseen = np.where(own, length * (length - 1) // 2, 0)
+            return np.asarray(length * (hi - lo) - unseen)
         begin, end = self.own_interval(rank, run)
         first = self.position[run] + start - self.start[run]
         begin, end = self._positions.trim(begin, end, first + length - 1 + window)
@@ -246,8 +246,8 @@ def windowed_pairs(
     """
 
     def triangle(n: Array) -> Array:
-        count: Array = np.maximum(n, 0)
-        return count * (count + 1) // 2
+        count = np.maximum(n, 0)
+        return np.asarray(count * (count + 1) // 2)
 
     def at_most(bound: Array | int) -> Array:
         # pairs with q - k <= bound: reflect k so that the region is a corner of the rectangle

@@ -253,7 +253,7 @@ def _path_keys(begin: Array, end: Array, window: int | None) -> Array:
     def before(position: Array) -> Array:
         if window is None:
             return np.asarray(position * (position + 1) // 2)
-        short: Array = np.minimum(position, window)
-        return short * (short + 1) // 2 + (position - short) * window
+        short = np.minimum(position, window)
+        return np.asarray(short * (short + 1) // 2 + (position - short) * window)
 
     return before(end) - before(begin)

@@ -32,7 +32,7 @@ def test_plan_covers_the_mask(cp_size, waves):
             assert attention.num_waves == 0 and not attention.fused
 
 
-@settings(SETTINGS, max_examples=60)
+@settings(SETTINGS, max_examples=40)
 @given(trees(), st.integers(1, 8), st.sampled_from([None, 0, 1, 2, 4]))
 def test_planned_rows_cover_the_mask(tree, cp_size, waves):
     check_plan(plan_row(tree, cp_size, MODEL, waves=waves))
