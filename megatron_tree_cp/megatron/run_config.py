@@ -124,7 +124,7 @@ def _option(
     negative = next((n for n in _spellings(f"no-{entry.key}") if n in known), None)
     if name is None and negative is None:
         raise InputError(
-            f"{entry.place}: unknown option {entry.key}{_suggestion(entry.key, known)}"
+            f"{entry.place}: unknown option {entry.key}: {_suggestion(entry.key, known)}"
         )
     if name is None or known[name].nargs == 0 or _is_boolean_pair(known[name]):
         return _flag_words(known, entry, name, negative)

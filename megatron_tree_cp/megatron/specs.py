@@ -36,7 +36,6 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from .layers import TreeDotProductAttention
-from .model_shape import model_shape_from_config as model_shape_from_config
 from .model_shape import moe_layers
 from .norms import local_norm
 

@@ -1,0 +1,125 @@
+"""What a tree run sets and what it refuses, through Megatron's own parser."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from megatron_tree_cp.megatron.arguments import add_tree_arguments
+from megatron_tree_cp.megatron.validation import prepare_tree_args, validate_tree_args
+from megatron_tree_cp.tree.errors import InputError
+
+BASE = (
+    *("--context-parallel-backend", "tree", "--tree-data", "r.jsonl", "--tree-max-tokens", "64"),
+    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4"),
+)
+EXPERTS = ("--num-experts", "4")
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    from megatron.training.arguments import add_megatron_arguments
+
+    words = (*BASE, *argv)
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    args = add_tree_arguments(add_megatron_arguments(parser), words).parse_args(words)
+    args.rank = 0
+    return args
+
+
+def test_defaults_pass_and_are_settled(capsys):
+    args = parse("--seed", "7")
+    prepare_tree_args(args)
+    assert args.max_position_embeddings == 64
+    args.variable_seq_lengths = False  # as Megatron's validate_args leaves it
+    validate_tree_args(args)
+    assert args.variable_seq_lengths and args.calculate_per_token_loss
+    assert (args.hidden_dropout, args.attention_dropout) == (0.0, 0.0)
+    assert args.moe_token_dispatcher_type == "alltoall" and args.transformer_impl == "local"
+    assert args.tree_shuffle_seed == 7
+    assert "tree run sets variable_seq_lengths=True" in capsys.readouterr().out
+
+
+def test_sequence_length_alone_sets_max_tokens():
+    args = parse("--seq-length", "64")
+    args.tree_max_tokens = None
+    prepare_tree_args(args)
+    assert args.tree_max_tokens == 64
+
+
+REFUSED = {
+    "no data": (("--tree-data", ""), "no --tree-data"),
+    "micro batch": (("--micro-batch-size", "2"), "--micro-batch-size 2: a microbatch is one"),
+    "attention dropout": (("--attention-dropout", "0.1"), "use --attention-dropout 0"),
+    "hidden dropout": (("--hidden-dropout", "0.1"), "use --hidden-dropout 0"),
+    "dataloader": (("--dataloader-type", "cyclic"), "--dataloader-type cyclic"),
+    "megatron data": (("--data-path", "x"), "rows are packed from --tree-data"),
+    "mock data": (("--mock-data",), "--mock-data:"),
+    "sft": (("--sft",), "--sft:"),
+    "mtp": (("--mtp-num-layers", "1"), "--mtp-num-layers 1: MTP takes"),
+    "mtp pattern": (("--hybrid-layer-pattern", "*-/*-"), "drop the MTP part"),
+    "pattern": (("--hybrid-layer-pattern", "M*G-"), "--hybrid-layer-pattern with G, M"),
+    "no attention": (("--hybrid-layer-pattern=----",), "add a '*'"),
+    "cuda graphs": (("--cuda-graph-impl", "local"), "--cuda-graph-impl local"),
+    "old cuda graphs": (("--enable-cuda-graph",), "--enable-cuda-graph: it fixes"),
+    "implementation": (("--transformer-impl", "transformer_engine"), "use --transformer-impl loc"),
+    "latent attention": (("--multi-latent-attention",), "no tree layers"),
+    "variant": (("--experimental-attention-variant", "dsa"), "no tree layers"),
+    "spec": (("--spec", "a", "b"), "--spec a b: a tree run brings its own layers"),
+    "backend": (("--attention-backend", "flash"), "use --tree-attention-impl"),
+    "local backend": (("--attention-backend", "local"), "--attention-backend local"),
+    "look-ahead window": (("--window-size", "8,8"), "--window-size 8,8"),
+    "relative positions": (("--position-embedding-type", "relative"), "use rope, yarn"),
+    "mrope": (("--position-embedding-type", "mrope"), "no explicit positions"),
+    "rope scaling": (("--use-rope-scaling", "--hybrid-layer-pattern", "*-"), "HybridModel ignores"),
+    "hybrid cp": (("--hybrid-context-parallel",), "--hybrid-context-parallel"),
+    "a2a": (("--cp-comm-type", "a2a"), "--cp-comm-type a2a"),
+    "fp8": (("--fp8-format", "hybrid"), "--fp8-format hybrid: it needs Transformer Engine"),
+    "fsdp": (("--use-megatron-fsdp",), "--use-megatron-fsdp"),
+    "tp overlap": (("--tp-comm-overlap",), "--tp-comm-overlap"),
+    "qk clip": (("--qk-clip",), "--qk-clip"),
+    "rl": (("--perform-rl-step",), "--perform-rl-step"),
+    "sgd resume": (("--optimizer", "sgd", "--save", "x"), "use --ckpt-format torch"),
+    "dispatcher": ((*EXPERTS, "--moe-token-dispatcher-type", "allgather"), "-type alltoall"),
+    "capacity": ((*EXPERTS, "--moe-expert-capacity-factor", "1.5"), "--moe-expert-capacity-factor"),
+    "jitter": ((*EXPERTS, "--moe-input-jitter-eps", "0.1"), "--moe-input-jitter-eps 0.1"),
+    "sinkhorn": ((*EXPERTS, "--moe-router-load-balancing-type", "sinkhorn"), "sinkhorn"),
+    "overlap": ((*EXPERTS, "--overlap-moe-expert-parallel-comm"), "does not hand the row's plan"),
+    "gloo experts": (
+        (*EXPERTS, "--distributed-backend", "gloo", "--tensor-model-parallel-size", "2"),
+        "use --expert-tensor-parallel-size 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("argv, message", REFUSED.values(), ids=REFUSED.keys())
+def test_refusals_name_option_reason_and_fix(argv, message):
+    args = parse(*argv)
+    if argv == ("--tree-data", ""):
+        args.tree_data = None
+    for check in (prepare_tree_args, validate_tree_args):
+        with pytest.raises(InputError) as error:
+            check(args)
+        assert message in str(error.value)
+        assert "\n" not in str(error.value) and len(str(error.value)) < 200
+
+
+def test_row_length_fits_megatrons_rule():
+    args = parse("--context-parallel-size", "3")
+    with pytest.raises(InputError, match=r"multiple of 2 x .* \(6\).*: use 66"):
+        prepare_tree_args(args)
+
+
+def test_no_row_length():
+    args = parse()
+    args.seq_length = args.tree_max_tokens = None
+    with pytest.raises(InputError, match="give --tree-max-tokens"):
+        prepare_tree_args(args)
+
+
+def test_optimizer_state_that_cannot_be_loaded(tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    resume = ("--use-distributed-optimizer", "--load", str(tmp_path))
+    with pytest.raises(InputError, match="add --no-load-optim"):
+        prepare_tree_args(parse(*resume))
+    prepare_tree_args(parse(*resume, "--no-load-optim"))
