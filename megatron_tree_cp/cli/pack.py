@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.output and not args.output.endswith(".npz"):
         raise InputError(f"--output {args.output}: expected a name that ends in .npz")
+    for path in (args.output, args.summary):  # before any work, and so that none is written alone
+        if path and not Path(path).parent.is_dir():
+            raise InputError(f"{path}: cannot write: its directory does not exist")
     packed = pack_rollouts(args)
     summary = summarise(packed.trajectories, packed.rows, args.max_tokens)
     fingerprint = packing_fingerprint(packed.rows)

@@ -57,6 +57,7 @@ def test_tokenizer(here, capsys):
         (["pack"], "required: PATH, --max-tokens"),
         (["pack", "tokens.jsonl", "--max-tokens", "x"], "invalid int value: 'x'"),
         (["pack", "tokens.jsonl", "--max-tokens", "8", "--output", "rows"], "ends in .npz"),
+        (["pack", "tokens.jsonl", "--max-tokens", "8", "--output", "no/a.npz"], "no/a.npz: cannot"),
         (["pack", "tokens.jsonl", "--max-tokens", "8", "--vocab-size", "5"],
          "tokens.jsonl:2: trajectory 1: tokens[3]: 5 is outside the vocabulary of 5"),
         (["pack", "tokens.jsonl", "--max-tokens", "2"], "tokens.jsonl:1: trajectory 0: 3 stored"),
