@@ -27,7 +27,7 @@ class WindowState:
     to_rank: Array  # [U, cp]: pairs of query unit with keys of a rank
     from_rank: Array  # [cp, U]: pairs of a rank's queries with a key unit
     need: Array  # [cp, U]: keys of a unit that the rank's queries see
-    fetched: Array  # [cp, cp]: keys that the first rank's queries see of the second's
+    fetched: Array  # [cp, cp]: keys that a rank's queries see of another, zero of itself
     total: Array  # [cp]: pairs of a rank's queries
     local: Array  # [cp]: those of them with its own keys
     reached: Array  # [cp]: share of the rank's queries that see a remote key
@@ -50,26 +50,33 @@ class Assignment:
         return [self._state(work) for work in self.works]
 
     def _state(self, work: UnitWork) -> WindowState:
-        member = self.member
-        to_rank = work.pairs @ member
-        need = np.zeros((self.cp_size, len(self.owner)))
-        for rank in range(self.cp_size):
-            mine = work.keys[self.owner == rank]
-            if len(mine):
-                need[rank] = mine.max(0)
-        outside = work.keys @ member
-        outside[np.arange(len(self.owner)), self.owner] = 0
-        touched = (outside.sum(1) > 0) * self.sizes
+        to_rank = self._by_rank(np.add, work.pairs, 1)
+        need = self._by_rank(np.maximum, work.keys, 0)
+        fetched = self._by_rank(np.add, need, 1)
+        fetched[np.diag_indices(self.cp_size)] = 0
+        foreign = self.owner[:, None] != self.owner
+        touched = (work.keys * foreign).any(1) * self.sizes
         return WindowState(
             work=work,
             to_rank=to_rank,
-            from_rank=member.T @ work.pairs,
+            from_rank=self._by_rank(np.add, work.pairs, 0),
             need=need,
-            fetched=need @ member,
-            total=member.T @ work.pairs.sum(1),
-            local=(member * to_rank).sum(0),
-            reached=(touched @ member) / np.maximum(self.tokens, 1),
+            fetched=fetched,
+            total=work.pairs.sum(1) @ self.member,
+            local=(self.member * to_rank).sum(0),
+            reached=(touched @ self.member) / np.maximum(self.tokens, 1),
         )
+
+    def _by_rank(self, combine: np.ufunc, matrix: Array, axis: int) -> Array:
+        """``matrix`` with its units along ``axis`` combined per rank, zero for empty ranks."""
+        order = np.argsort(self.owner, kind="stable")
+        ranks, first = np.unique(self.owner[order], return_index=True)
+        parts = combine.reduceat(matrix.take(order, axis), first, axis)
+        shape = list(matrix.shape)
+        shape[axis] = self.cp_size
+        result = np.zeros(shape)
+        result[(slice(None),) * axis + (ranks,)] = parts
+        return result
 
     def price(self, options: list[Option]) -> tuple[float, list[WindowCost]]:
         """(score, cost per window) of this assignment with ``options`` per window."""
@@ -79,7 +86,7 @@ class Assignment:
                 self.tokens, state.local, state.total, state.fetched, state.reached, option
             )
             parts.append(self.costs.window_ms(window, loads, option[0]))
-        received = [_between(state.fetched).sum(-1) for state in self.states]
+        received = [state.fetched.sum(-1) for state in self.states]
         return float(self._score(self.tokens, parts, received)), parts
 
     def best_options(self, choices: list[Option]) -> list[Option]:
@@ -113,7 +120,7 @@ class Assignment:
             local[:, rank] -= state.to_rank[unit, rank] + state.from_rank[rank, unit] - inner
             local[batch, to] += state.to_rank[unit, to] + state.from_rank[to, unit] + inner
             fetched = self._fetched_after(state, rank, mine, unit, to)
-            received.append(_between(fetched).sum(-1))
+            received.append(fetched.sum(-1))
             loads = _loads(tokens, local, total, fetched, state.reached, option)
             parts.append(self.costs.window_ms(window, loads, option[0]))
         return self._score(tokens, parts, received)
@@ -140,6 +147,8 @@ class Assignment:
         of_unit[batch, to] = more[batch, unit]
         fetched[:, :, rank] -= of_unit
         fetched[batch, :, to] += of_unit
+        fetched[:, rank, rank] = 0
+        fetched[batch, to, to] = 0
         return fetched
 
     def _score(self, tokens: Array, parts: list[WindowCost], received: list[Array]) -> Array:
@@ -154,21 +163,16 @@ class Assignment:
         return score
 
 
-def _between(fetched: Array) -> Array:
-    return fetched * (1 - np.eye(fetched.shape[-1]))
-
-
 def _loads(
     tokens: Array, local: Array, total: Array, fetched: Array, reached: Array, option: Option
 ) -> StageLoads:
     """Loads with the remote work spread evenly over the option's waves."""
     waves = option[1]
     remote = np.maximum(total - local, 0)[..., None, :] / waves
-    counts = np.swapaxes(_between(fetched), -1, -2)[..., None, :, :] / waves
     return StageLoads(
         queries=tokens,
         local_pairs=local,
         pairs=np.repeat(remote, waves, -2),
         reached=np.repeat((tokens * reached)[..., None, :], waves, -2),
-        counts=np.repeat(counts, waves, -3),
+        counts=np.swapaxes(fetched, -1, -2)[..., None, :, :] / waves,
     )

@@ -21,7 +21,8 @@ class StageLoads:
     """Work of one layer: leading batch axes, then waves W and ranks cp.
 
     ``queries`` [.., cp] real tokens; ``local_pairs`` [.., cp]; ``pairs`` and ``reached`` (queries
-    of the stage) [.., W, cp]; ``counts`` [.., W, cp source, cp destination] rows exchanged.
+    of the stage) [.., W, cp]; ``counts`` [.., W, cp source, cp destination] rows
+    exchanged, where one entry for W stands for equal waves.
     """
 
     queries: Array
@@ -76,18 +77,18 @@ class LayerRates:
 def exchange_ms(counts: Array, row_bytes: float, profile: CostProfile) -> Array:
     """[..]: duration of all-to-alls with ``counts`` [.., source, destination] rows."""
     cp_size = counts.shape[-1]
-    between = counts * (1 - np.eye(cp_size, dtype=np.int64))
 
     def busiest(moved: Array) -> Array:
-        rows: Array = np.maximum(moved.sum(-1).max(-1), moved.sum(-2).max(-1))
-        return rows * row_bytes
+        own = np.diagonal(moved, axis1=-2, axis2=-1)  # a rank's own rows do not travel
+        rows = np.maximum((moved.sum(-1) - own).max(-1), (moved.sum(-2) - own).max(-1))
+        return np.asarray(rows * row_bytes)
 
     if profile.ranks_per_node is None or profile.ranks_per_node >= cp_size:
-        return profile.exchange_latency_ms + busiest(between) / profile.exchange_bytes_per_ms
+        return profile.exchange_latency_ms + busiest(counts) / profile.exchange_bytes_per_ms
     node = np.arange(cp_size) // profile.ranks_per_node
     near = node[:, None] == node[None, :]
-    far = busiest(between * ~near)
-    local = busiest(between * near) / profile.exchange_bytes_per_ms
+    far = busiest(counts * ~near)
+    local = busiest(counts * near) / profile.exchange_bytes_per_ms
     network = np.where(far > 0, profile.network_latency_ms, 0.0)
     network = network + far / profile.network_bytes_per_ms
     return profile.exchange_latency_ms + np.maximum(local, network)
@@ -96,9 +97,11 @@ def exchange_ms(counts: Array, row_bytes: float, profile: CostProfile) -> Array:
 def layer_ms(loads: StageLoads, rates: LayerRates, fused: bool) -> tuple[Array, Array]:
     """(forward, backward) ms of one layer's attention, each [.., cp], waits included."""
     num_waves = loads.pairs.shape[-2]
-    sent = loads.counts.sum(-1).sum(-2)
-    received = loads.counts.sum(-2)
+    shape = loads.pairs.shape
+    sent = np.broadcast_to(loads.counts.sum(-1), shape).sum(-2)
+    received = np.broadcast_to(loads.counts.sum(-2), shape)
     wire = exchange_ms(loads.counts, rates.kv_bytes, rates.profile)
+    wire = np.broadcast_to(wire, shape[:-1])
     pack = rates.copy_ms(sent, 2 * rates.kv_bytes)
     delta = rates.copy_ms(loads.queries, 2 * rates.output_bytes)
     accumulate = rates.copy_ms(sent, 4 * rates.kv_bytes)

@@ -70,7 +70,7 @@ def test_assignments_and_moves_are_priced_exactly(name):
         assert np.array_equal(loads.queries, state.tokens)
         assert np.array_equal(loads.local_pairs, aggregate.local)
         assert np.array_equal(loads.local_pairs + loads.pairs[0], aggregate.total)
-        between = aggregate.fetched * (1 - np.eye(4))
+        between = aggregate.fetched
         assert np.array_equal(loads.counts[0].T, between)
     options = [(False, 2), (True, 1)]
     mine = np.flatnonzero(owner == 1)
