@@ -27,6 +27,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+# What every rank would import for itself; autograd's first backward imports symbolic_shapes.
+_PRELOAD = ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes"]
+_PRELOAD += ["hypothesis", "pytest"]
 # A peer of a dead rank hangs or fails with a follow-up error; the first report is the cause.
 _GRACE_SECONDS = 1.0
 
@@ -52,7 +55,7 @@ def run_ranks(
         RankFailure: with the traceback of the rank that failed first.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    context.set_forkserver_preload(_PRELOAD)
     environment = {**os.environ, **(env or {})}
     payload = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:

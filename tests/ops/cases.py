@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_tree_cp import ops
 from megatron_tree_cp.comm import TreeContext
-from megatron_tree_cp.plan import Layout, LayerClass, ModelShape, plan_row
+from megatron_tree_cp.plan import LayerClass, Layout, ModelShape, plan_row
 from megatron_tree_cp.tree.packed_tree import PackedTree
 from tests.ops.path_oracle import Expected, expected
 
@@ -133,13 +133,9 @@ def make_row(case: Case) -> Row:
     q, k = normal(tokens, heads, case.head_dim), normal(tokens, case.kv_heads, case.head_dim) * 2
     v = normal(tokens, case.kv_heads, case.value_dim)
     dout, dlse = normal(tokens, heads, case.value_dim), normal(tokens, heads)
-    sink = {"vanilla": None, "off-by-one": normal(heads) * 0, "learnable": normal(heads)}[
-        case.sink
-    ]
+    sink = {"vanilla": None, "off-by-one": normal(heads) * 0, "learnable": normal(heads)}[case.sink]
     scale = case.head_dim**-0.5
-    oracle = expected(
-        case.lengths, case.parents, q, k, v, dout, dlse, scale, case.window, sink
-    )
+    oracle = expected(case.lengths, case.parents, q, k, v, dout, dlse, scale, case.window, sink)
     return Row(q, k, v, dout, dlse, sink, oracle)
 
 
