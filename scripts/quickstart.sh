@@ -23,20 +23,22 @@ export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES="" CUDA_DEVICE_MAX_CONNECTIONS=1 P
 say "writing example rollouts to $data"
 $python scripts/make_example_rollouts.py --out "$data"
 
-# train CP [flags]: one run, its log in a file, its iterations on the screen.
+# train CP [flags]: one run; its log goes to a file, one line an iteration to the screen.
 train() {
     local cp=$1 log="$out/cp$1.log" metrics="$out/cp$1.jsonl"
     shift
-    say "training with CP$cp ($cp process$([[ $cp == 1 ]] || printf es)); full log: $log"
+    say "training with CP$cp; full log: $log"
     rm -f "$metrics"
-    if ! timeout 900 $python -m torch.distributed.run --standalone --nproc-per-node "$cp" \
+    timeout 900 $python -m torch.distributed.run --standalone --nproc-per-node "$cp" \
         -m megatron_tree_cp.pretrain --tree-cpu --tree-config configs/quickstart.yaml \
-        --context-parallel-size "$cp" --tree-metrics-file "$metrics" "$@" >"$log" 2>&1; then
+        --context-parallel-size "$cp" --tree-metrics-file "$metrics" "$@" 2>&1 |
+        tee "$log" | sed -unE "$iteration_line" || {
         tail -n 40 "$log" >&2
         fail "training with CP$cp failed; the log above is the end of $log"
-    fi
-    grep -E '^ (\[.*\] )?iteration +[0-9]+/' "$log" | cut -c1-150 | sed -n '1p;$p' || true
+    }
 }
+iteration_line='s/.* iteration +([0-9]+)\/ *([0-9]+) .*iteration \(ms\): ([0-9.]+) .*lm loss: '
+iteration_line+='([^ ]+) .*grad norm: ([^ ]+) .*/  iteration \1\/\2  loss \4  grad norm \5  \3 ms/p'
 train 1 "$@"
 train 2 "$@"
 
