@@ -115,6 +115,10 @@ def test_merge_is_the_softmax_over_both_key_sets():
         ({"lo": torch.zeros(3, dtype=torch.int64)}, "must be int32"),
         ({"hi": torch.zeros(2, dtype=torch.int32)}, "equal length"),
         ({"window": 3}, "needs q_positions"),
+        (
+            {"window": 3, "q_positions": torch.zeros(2), "k_positions": torch.zeros(2)},
+            "2 queries and 3 keys need as many positions, got 2 and 2",
+        ),
     ],
 )
 def test_bad_masks(changes, message):

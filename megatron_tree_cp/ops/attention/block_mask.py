@@ -52,7 +52,7 @@ def tile_classes(mask: IntervalMask, q_tile: int, k_tile: int) -> TileClasses:
     hi_min = _per_tile(hi, num_k, k_tile, _FAR).amin(1)
     full = (lo_max <= first) & (hi_min >= last)
     if mask.window is not None:
-        q_pos, k_pos = mask.q_positions.long(), mask.k_positions.long()
+        q_pos, k_pos = (positions.long() for positions in mask.window_positions)
         q_min = _per_tile(q_pos, num_q, q_tile, _FAR).amin(1)[:, None]
         q_max = _per_tile(q_pos, num_q, q_tile, -_FAR).amax(1)[:, None]
         k_min = _per_tile(k_pos, num_k, k_tile, _FAR).amin(1)

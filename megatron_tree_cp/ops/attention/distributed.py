@@ -96,10 +96,10 @@ def forward_stages(
     """
     pending = [exchange.start(k, v) for exchange in stages.exchanges]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    if stages.fused is not None:
+    if stages.fused:
         buffers = [p.wait() for p in pending]
         keys, values = _with_local(buffers[0], k, v)
-        out, lse = _first_stage(q, keys, values, stages.fused, kernel, scale, dtype)
+        out, lse = _first_stage(q, keys, values, stages.local, kernel, scale, dtype)
         return out, lse, buffers
     out, lse = _first_stage(q, k, v, stages.local, kernel, scale, dtype)
     buffers = []
@@ -148,8 +148,8 @@ def backward_stages(
         return dkeys, dvalues
 
     returns = []
-    if stages.fused is not None:
-        dkeys, dvalues = stage_backward(stages.fused, *_with_local(buffers[0], k, v))
+    if stages.fused:
+        dkeys, dvalues = stage_backward(stages.local, *_with_local(buffers[0], k, v))
         received = buffers[0].shape[0]
         returns.append(_return(stages, 0, dkeys[:received], dvalues[:received], k.dtype))
         dk, dv = dkeys[received:], dvalues[received:]

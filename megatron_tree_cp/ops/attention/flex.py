@@ -55,9 +55,9 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Local kernel: this stage's part of dq, dk, dv under the global lse and delta."""
     _prime(q, k, v, mask, scale, grad=True)
-    leaves = [_heads_first(x).detach().requires_grad_() for x in (q, k, v)]
+    q_leaf, k_leaf, v_leaf = (_heads_first(x).detach().requires_grad_() for x in (q, k, v))
     with torch.enable_grad():
-        stage_out, stage_lse = _attend(*leaves, mask, scale)
+        stage_out, stage_lse = _attend(q_leaf, k_leaf, v_leaf, mask, scale)
     rows = q.shape[0]
     with torch.no_grad():
         weight = torch.exp(stage_lse[0, :, :rows] - lse.t())
@@ -66,7 +66,7 @@ def backward(
         dstage_lse -= weight * delta.t()
     grads = torch.autograd.grad(
         (stage_out, stage_lse),
-        leaves,
+        (q_leaf, k_leaf, v_leaf),
         (_pad_rows(weighted, 1)[None], _pad_rows(dstage_lse, 1)[None]),
     )
     dq, dk, dv = (
@@ -111,7 +111,7 @@ def _mask_mod(mask: IntervalMask) -> Callable[..., torch.Tensor]:
 
         return visible
     # The window joins the key's positions: a number in the closure would become part of the graph.
-    q_positions, k_limits = mask.q_positions, mask.k_positions + mask.window
+    q_positions, k_limits = mask.window_positions[0], mask.window_positions[1] + mask.window
 
     def visible_in_window(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (lo[k] <= q) & (q < hi[k]) & (q_positions[q] < k_limits[k])
@@ -126,12 +126,13 @@ def _padded(mask: IntervalMask) -> IntervalMask:
     lo, hi = F.pad(mask.lo, (0, keys)), F.pad(mask.hi, (0, keys))
     if mask.window is None:
         return IntervalMask(lo, hi, mask.num_queries + queries)
+    q_positions, k_positions = mask.window_positions
     return IntervalMask(
         lo,
         hi,
         mask.num_queries + queries,
-        F.pad(mask.q_positions, (0, queries)),
-        F.pad(mask.k_positions, (0, keys)),
+        F.pad(q_positions, (0, queries)),
+        F.pad(k_positions, (0, keys)),
         mask.window,
     )
 
@@ -172,8 +173,8 @@ def _attend(
 
 def _call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: BlockMask, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out, aux = flex_attention(
+) -> tuple[Any, Any]:
+    result: Any = flex_attention(
         q,
         k,
         v,
@@ -182,6 +183,7 @@ def _call(
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=AuxRequest(lse=True),
     )
+    out, aux = result
     return out, aux.lse
 
 

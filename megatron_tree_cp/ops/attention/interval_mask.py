@@ -45,22 +45,24 @@ class IntervalMask:
                 f"{tuple(self.lo.shape)} and {tuple(self.hi.shape)}"
             )
         if self.window is not None:
-            if self.q_positions is None or self.k_positions is None:
-                raise ValueError("a window needs q_positions and k_positions")
-            if self.q_positions.shape[0] != self.num_queries:
+            queries, keys = self.window_positions
+            if len(queries) != self.num_queries or len(keys) != self.num_keys:
                 raise ValueError(
-                    f"q_positions has {self.q_positions.shape[0]} entries for "
-                    f"{self.num_queries} queries"
-                )
-            if self.k_positions.shape != self.lo.shape:
-                raise ValueError(
-                    f"k_positions has {self.k_positions.shape[0]} entries for {self.num_keys} keys"
+                    f"{self.num_queries} queries and {self.num_keys} keys need as many positions, "
+                    f"got {len(queries)} and {len(keys)}"
                 )
 
     @property
     def num_keys(self) -> int:
         """K, keys of the stage."""
         return self.lo.shape[0]
+
+    @property
+    def window_positions(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(q_positions, k_positions) of a windowed mask."""
+        if self.q_positions is None or self.k_positions is None:
+            raise ValueError("a window needs q_positions and k_positions")
+        return self.q_positions, self.k_positions
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
         """Return what a kernel derives from this mask, built once for all layers of the row."""
@@ -73,7 +75,8 @@ class IntervalMask:
         queries = torch.arange(q_begin, q_end, dtype=torch.int32, device=self.lo.device)[:, None]
         visible = (self.lo[k_begin:k_end] <= queries) & (queries < self.hi[k_begin:k_end])
         if self.window is not None:
-            distance = self.q_positions[q_begin:q_end, None] - self.k_positions[k_begin:k_end]
+            q_positions, k_positions = self.window_positions
+            distance = q_positions[q_begin:q_end, None] - k_positions[k_begin:k_end]
             visible &= distance < self.window
         return visible
 

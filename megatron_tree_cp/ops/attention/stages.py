@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from megatron_tree_cp.comm.context import TreeContext
@@ -42,14 +43,14 @@ class Stage:
 class AttentionStages:
     """One rank's stages of one attention class.
 
-    Staged: `local` and one remote stage per exchange. Fused: one exchange, `fused` covers the
-    received keys followed by the shard's own, and `local` is None.
+    Staged: `local` covers the shard's own keys, and every exchange feeds a remote stage. Fused: one
+    exchange, `local` covers the received keys followed by the shard's own, no remote stages.
     """
 
     exchanges: tuple[RangeExchange, ...]
-    local: Stage | None
+    local: Stage
     remote: tuple[Stage, ...]
-    fused: Stage | None
+    fused: bool
 
 
 def attention_stages(ctx: TreeContext, window: int | None) -> AttentionStages:
@@ -67,21 +68,21 @@ def attention_stages(ctx: TreeContext, window: int | None) -> AttentionStages:
             for exchange in plan.exchanges
         )
         if plan.fused and exchanges:
-            return AttentionStages(exchanges, None, (), _stage(ctx, rank.fused, window))
+            return AttentionStages(exchanges, _stage(ctx, rank.fused, window), (), True)
         return AttentionStages(
             exchanges,
             _stage(ctx, rank.local, window),
             tuple(_stage(ctx, stage, window) for stage in rank.remote),
-            None,
+            False,
         )
 
     return ctx.cached(("attention_stages", window), build)
 
 
 def _stage(ctx: TreeContext, plan: StagePlan, window: int | None) -> Stage:
-    lo, hi, positions, _ = plan.keys.expand()
     q_begin, q_end = plan.query_range
-    packed = torch.stack([torch.from_numpy(a.astype("int32")) for a in (lo, hi, positions)])
+    # One upload a stage: (lo, hi, positions) of every key.
+    packed = torch.from_numpy(np.stack(plan.keys.expand()[:3]).astype(np.int32))
     if ctx.device.type == "cuda":
         packed = packed.pin_memory().to(ctx.device, non_blocking=True)
     # A diagonal range's lo may pass its hi inside a tail; kernels want 0 <= lo, hi <= queries.

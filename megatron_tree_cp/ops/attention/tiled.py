@@ -41,7 +41,8 @@ def forward(
     for q_begin, q_end, runs in mask.cached("tiled", lambda: _schedule(mask)):
         rows = slice(q_begin * group, q_end * group)
         q_tile = queries[:, rows]
-        total = largest = None
+        total: torch.Tensor | None = None
+        largest: torch.Tensor | None = None
         for k_begin, k_end, full in runs:
             scores = torch.bmm(q_tile, keys[:, k_begin:k_end].transpose(1, 2))
             if not full:
@@ -53,12 +54,10 @@ def forward(
             anchor = peak.masked_fill(peak == float("-inf"), 0.0)
             weights = scores.sub_(anchor).exp_()
             part = torch.bmm(weights, values[:, k_begin:k_end])
-            if total is None:
-                total = part
-            else:
-                total = part.add_(total.mul_(torch.exp(largest - anchor)))
-            largest = peak
-        if total is not None:
+            if total is not None and largest is not None:
+                part.add_(total.mul_(torch.exp(largest - anchor)))
+            total, largest = part, peak
+        if total is not None and largest is not None:
             denominator = total[:, :, value_dim:]
             out[:, rows] = total[:, :, :value_dim] / denominator.masked_fill(denominator == 0, 1.0)
             lse[:, rows] = (largest + denominator.log()).squeeze(2)
