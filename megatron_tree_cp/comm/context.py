@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_tree_cp.comm.exchange import RangeExchange, exchange_stream
+from megatron_tree_cp.comm.upload import upload
 from megatron_tree_cp.plan.exchange import layout_exchange
 
 if TYPE_CHECKING:
@@ -79,8 +80,7 @@ class TreeContext:
         """Row index of every row of this rank's shard in layout `name`, -1 at padding."""
 
         def build() -> torch.Tensor:
-            rows = torch.from_numpy(self.layout(name).row_indices(self.rank).copy())
-            return rows.to(self.device, non_blocking=True)
+            return upload(self.layout(name).row_indices(self.rank), self.device)
 
         return self.cached(("row_indices", name), build)
 
@@ -91,7 +91,7 @@ class TreeContext:
             rows = self.layout(name).row_indices(self.rank)
             positions = self.plan.tree.positions[rows.clip(min=0)]
             positions[rows < 0] = 0
-            return torch.from_numpy(positions).to(self.device, non_blocking=True)
+            return upload(positions, self.device)
 
         return self.cached(("positions", name), build)
 

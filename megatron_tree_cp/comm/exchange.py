@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_tree_cp.comm.upload import upload
 from megatron_tree_cp.plan.layout import expand_ranges
 
 if TYPE_CHECKING:
@@ -91,12 +92,12 @@ class RangeExchange:
             )
         send = expand_ranges(plan.send_starts, plan.send_lengths)
         self.min_source_rows = int(send.max()) + 1 if send.size else 0
-        self.send_index = _upload(send, device)
+        self.send_index = upload(send, device)
         placement = expand_ranges(plan.recv_starts, plan.recv_lengths)
         identity = self.num_rows == self.num_recv and np.array_equal(
             placement, np.arange(self.num_recv)
         )
-        self.placement = None if identity else _upload(placement, device)
+        self.placement = None if identity else upload(placement, device)
 
     def start(self, *tensors: torch.Tensor) -> PendingExchange:
         """Gather the planned rows of `tensors` [rows, ...] and send them.
@@ -180,10 +181,3 @@ class RangeExchange:
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """Flatten the trailing dims, by explicit width: -1 is ambiguous for zero rows."""
     return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
-
-
-def _upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..comm.context import TreeContext
+from ..comm.upload import upload
 from .rows import PlannedRow
 
 
@@ -62,8 +63,7 @@ def build_batch(planned: PlannedRow, cp_group, device: torch.device, tp_group=No
     source = np.where(real, indices, 0)
 
     def select(values: np.ndarray, dtype) -> torch.Tensor:
-        shard = np.where(real, values[source], 0).astype(dtype)
-        return torch.from_numpy(shard).to(device, non_blocking=True)
+        return upload(np.where(real, values[source], 0).astype(dtype), device)
 
     row = planned.row
     return TreeBatch(
@@ -71,9 +71,7 @@ def build_batch(planned: PlannedRow, cp_group, device: torch.device, tp_group=No
         labels=select(np.maximum(row.labels, 0), np.int64)[None],
         position_ids=context.positions[None],
         weights=select(row.weights, np.float32),
-        count=torch.tensor(
-            int(planned.counts[indices[real]].sum()), dtype=torch.int32, device=device
-        ),
+        count=upload(np.array(planned.counts[indices[real]].sum(), np.int32), device),
         context=context,
         statistics=row_statistics(planned),
     )

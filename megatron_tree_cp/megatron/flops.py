@@ -18,9 +18,7 @@ def report_row(statistics: RowStatistics, device: torch.device) -> None:
 
     if training._seqlen_stats_in_iteration is None:
         training._seqlen_stats_in_iteration = torch.zeros(2, dtype=torch.float64, device=device)
-    training._seqlen_stats_in_iteration += torch.tensor(
-        [statistics.stored_tokens, 2.0 * statistics.visible_pairs],
-        dtype=torch.float64,
-        device=device,
-    )
+    # Scalars go in as kernel arguments: a small host tensor would cost a copy.
+    training._seqlen_stats_in_iteration[0] += statistics.stored_tokens
+    training._seqlen_stats_in_iteration[1] += 2.0 * statistics.visible_pairs
     training._seqlen_stats_active = True

@@ -97,7 +97,7 @@ class PackedRows:
         )
         for number, row in enumerate(self.rows):
             _check_row(number, row, recipe)
-        self.summary: PackingSummary = summarise(trajectories, self.rows)
+        self.summary: PackingSummary = summarise(trajectories, self.rows, recipe.max_tokens)
         self.fingerprint = packing_fingerprint(self.rows, objective=recipe.objective)
         self._epoch = -1
         self._order = np.arange(len(self.rows))
