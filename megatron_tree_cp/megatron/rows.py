@@ -21,7 +21,8 @@ from ..tree.fingerprint import packing_fingerprint
 from ..tree.objective import target_counts, weigh_trajectories
 from ..tree.packing import PackedRow, pack_trajectories
 from ..tree.readers import read_rollouts
-from ..tree.summary import PackingSummary, summarise
+from ..tree.row_files import load_rows
+from ..tree.summary import summarise
 from ..tree.tokenizers import load_tokenizer
 
 
@@ -37,6 +38,7 @@ class RowRecipe:
     max_positions: int
     """Longest logical context that the model's position tables hold."""
     messages_key: str = "messages"
+    ignore_keys: tuple[str, ...] = ()
     min_shared: int = 1
     overlong: str = "error"
     objective: str = "token"
@@ -80,24 +82,16 @@ class RowFailure:
 
 
 class PackedRows:
-    """All rows of a recipe: rollouts read and packed once per process."""
+    """All rows of a recipe: rollouts read and packed, or packed rows read, once per process."""
 
     def __init__(self, recipe: RowRecipe):
-        tokenizer = load_tokenizer(recipe.tokenizer)
-        trajectories = read_rollouts(
-            recipe.paths,
-            tokenizer,
-            messages_key=recipe.messages_key,
-            vocab_size=recipe.vocab_size,
-        )
-        weighed = weigh_trajectories(trajectories, recipe.objective)
         self.recipe = recipe
-        self.rows = pack_trajectories(
-            weighed, recipe.max_tokens, min_shared=recipe.min_shared, overlong=recipe.overlong
-        )
+        packed = [path for path in recipe.paths if path.endswith(".npz")]
+        if packed and len(packed) < len(recipe.paths):
+            raise InputError(f"{packed[0]} holds packed rows: give rollouts or packed rows alone")
+        self.rows, self.summary = _load(recipe) if packed else _pack(recipe)
         for number, row in enumerate(self.rows):
             _check_row(number, row, recipe)
-        self.summary: PackingSummary = summarise(trajectories, self.rows, recipe.max_tokens)
         self.fingerprint = packing_fingerprint(self.rows, objective=recipe.objective)
         self._epoch = -1
         self._order = np.arange(len(self.rows))
@@ -116,7 +110,44 @@ class PackedRows:
         return int(self._order[place])
 
 
+def _pack(recipe: RowRecipe) -> tuple[list[PackedRow], str]:
+    trajectories = read_rollouts(
+        recipe.paths,
+        load_tokenizer(recipe.tokenizer),
+        messages_key=recipe.messages_key,
+        ignore_keys=recipe.ignore_keys,
+        vocab_size=recipe.vocab_size,
+    )
+    rows = pack_trajectories(
+        weigh_trajectories(trajectories, recipe.objective),
+        recipe.max_tokens,
+        min_shared=recipe.min_shared,
+        overlong=recipe.overlong,
+    )
+    return rows, summarise(trajectories, rows, recipe.max_tokens).format()
+
+
+def _load(recipe: RowRecipe) -> tuple[list[PackedRow], str]:
+    if recipe.objective != "token":
+        raise InputError(
+            f"--tree-loss {recipe.objective} divides weights before packing: give rollouts, "
+            "not packed rows"
+        )
+    rows = [row for path in recipe.paths for row in load_rows(path)]
+    stored = sum(row.num_tokens for row in rows)
+    return rows, f"{len(rows)} packed rows of {stored:,} stored tokens"
+
+
 def _check_row(number: int, row: PackedRow, recipe: RowRecipe) -> None:
+    if row.num_tokens > recipe.max_tokens:
+        raise InputError(
+            f"row {number} holds {row.num_tokens} tokens, more than --tree-max-tokens "
+            f"{recipe.max_tokens}: raise it or pack again"
+        )
+    if max(row.tokens.max(), row.labels.max()) >= recipe.vocab_size:
+        raise InputError(
+            f"row {number} holds token ids outside the vocabulary of {recipe.vocab_size}"
+        )
     longest = int(row.tree.positions.max()) + 1
     if longest > recipe.max_positions:
         raise InputError(
@@ -161,7 +192,7 @@ class PlannedRows:
             counts=target_counts(row, self.rows.objective),
             plan=plan,
             fingerprint=packed.fingerprint,
-            summary=packed.summary.format(),
+            summary=packed.summary,
             rows_per_epoch=len(packed),
             prepare_ms=(time.perf_counter() - started) * 1e3,
         )
