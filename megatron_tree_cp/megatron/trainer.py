@@ -19,9 +19,14 @@ from .rows import PlannedRow, PlannedRows, PlanRecipe, RowRecipe
 from .stream import RowStream, SampleOrder, device_of_rank, planned_row_loader
 
 
-def replica_group(dp_rank: int) -> dist.ProcessGroup:
-    """CPU (gloo) group of all ranks that work on the same rows: one data-parallel replica."""
-    mine = torch.tensor([dp_rank])
+def stage_group(dp_rank: int, pp_rank: int) -> dist.ProcessGroup:
+    """CPU (gloo) group of the ranks that work on the same rows in the same pipeline stage.
+
+    Not all stages together: a later stage asks for its row only once the first stage has sent it
+    activations, so the first must not wait for it.
+    """
+    own = (dp_rank << 16) + pp_rank
+    mine = torch.tensor([own])
     everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     cpu_world = dist.new_group(backend="gloo")
     dist.all_gather(everyone, mine, group=cpu_world)
@@ -32,7 +37,7 @@ def replica_group(dp_rank: int) -> dist.ProcessGroup:
         )
         for replica in sorted(set(replicas))
     }
-    return groups[dp_rank]
+    return groups[own]
 
 
 def row_recipe(args: Namespace, paths: list[str], shuffle: bool) -> RowRecipe:
@@ -91,7 +96,9 @@ class TreeTrainer:
         args = self.args
         dp_rank = mpu.get_data_parallel_rank()
         if self._agreement is None:
-            self._agreement = Agreement(replica_group(dp_rank))
+            self._agreement = Agreement(
+                stage_group(dp_rank, mpu.get_pipeline_model_parallel_rank())
+            )
         loader = planned_row_loader(
             PlannedRows(row_recipe(args, paths, shuffle), self.plan),
             SampleOrder(consumed, dp_rank, mpu.get_data_parallel_world_size()),
