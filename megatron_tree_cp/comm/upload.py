@@ -12,7 +12,7 @@ def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
     On CUDA through pinned memory: a copy from pageable memory blocks the host until the stream has
     caught up, which would put the preparation of the next row after the computation of this one.
     """
-    array = np.ascontiguousarray(array)
+    array = np.asarray(array, order="C")  # not ascontiguousarray: it gives scalars a dimension
     # Plan arrays are read-only; nothing writes through the tensor, and CUDA copies anyway.
     tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
     if device.type == "cuda":
