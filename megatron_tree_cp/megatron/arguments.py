@@ -35,6 +35,9 @@ def tree_defaults() -> dict[str, Any]:
         "no_persist_layer_norm": True,
         "masked_softmax_fusion": False,
         "create_attention_mask_in_dataloader": False,
+        # Evaluation needs rollouts of its own, so it is asked for and not on by default.
+        "eval_iters": 0,
+        "eval_interval": 1000,
     }
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         # An Apex extension; without it Megatron's linear layers refuse to be built.
@@ -106,7 +109,12 @@ def _add_data_arguments(add: Any) -> None:
         metavar="PATH",
         help="Rollouts to train on: JSON or JSONL of token ids or chat messages.",
     )
-    add("--tree-valid-data", nargs="+", metavar="PATH", help="Rollouts to evaluate on.")
+    add(
+        "--tree-valid-data",
+        nargs="+",
+        metavar="PATH",
+        help="Rollouts to evaluate on, with --eval-iters and --eval-interval.",
+    )
     add(
         "--tree-messages-key",
         "--messages-key",
@@ -114,6 +122,13 @@ def _add_data_arguments(add: Any) -> None:
         default="messages",
         metavar="KEY",
         help="Key of the message list in a chat record.",
+    )
+    add(
+        "--tree-ignore-keys",
+        nargs="+",
+        default=[],
+        metavar="KEY",
+        help="Further keys of records and messages that may be there and are not read.",
     )
     add(
         "--tree-tokenizer",

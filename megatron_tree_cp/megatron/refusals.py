@@ -137,6 +137,16 @@ REFUSALS: tuple[Refusal, ...] = (
         "there is nothing to train on",
         "give JSON or JSONL rollouts",
     ),
+    Refusal(
+        lambda args: "--eval-iters" if args.eval_iters and not args.tree_valid_data else "",
+        "there is nothing to evaluate on",
+        "give --tree-valid-data",
+    ),
+    Refusal(
+        lambda args: "--tree-valid-data" if args.tree_valid_data and not args.eval_iters else "",
+        "nothing says how many rows to evaluate on",
+        "give --eval-iters",
+    ),
     # Rows and data.
     Refusal(_set("--micro-batch-size", 1), _WHOLE_ROWS, "use --micro-batch-size 1"),
     Refusal(_set("--eval-micro-batch-size", 1), _WHOLE_ROWS, "use --eval-micro-batch-size 1"),

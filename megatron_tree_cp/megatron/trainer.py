@@ -49,6 +49,7 @@ def row_recipe(args: Namespace, paths: list[str], shuffle: bool) -> RowRecipe:
         vocab_size=args.vocab_size,
         max_positions=args.max_position_embeddings,
         messages_key=args.tree_messages_key,
+        ignore_keys=tuple(args.tree_ignore_keys),
         min_shared=args.tree_min_shared,
         overlong=args.tree_overlong,
         objective=args.tree_loss,

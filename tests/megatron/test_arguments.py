@@ -20,6 +20,7 @@ OPTIONS = {
     "--tree-data": None,
     "--tree-valid-data": None,
     "--tree-messages-key --messages-key": "messages",
+    "--tree-ignore-keys": [],
     "--tree-tokenizer": "bytes",
     "--tree-max-tokens": None,
     "--tree-min-shared": 1,

@@ -54,7 +54,6 @@ def training_flags(iterations: int, batch: int, lr: float, **extra: object) -> l
         "micro-batch-size": 1,
         "lr": lr,
         "lr-decay-style": "constant",
-        "eval-iters": 0,
         "log-interval": 1,
         **{name.replace("_", "-"): value for name, value in extra.items()},
     }

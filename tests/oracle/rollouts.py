@@ -46,3 +46,31 @@ def write(path: Path, records: list[dict]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
     return path
+
+
+def eight_examples() -> list[dict]:
+    """Eight example rollouts with shared trained turns, a duplicate, and an end inside another."""
+    records = example_records()
+    texts = [[json.dumps(m, sort_keys=True) for m in r["messages"]] for r in records]
+    pairs = [(a, b) for a in range(len(texts)) for b in range(len(texts)) if a != b]
+    duplicate = next((a, b) for a, b in pairs if a < b and texts[a] == texts[b])
+    prefix = next(
+        (a, b)
+        for a, b in pairs
+        if len(texts[a]) < len(texts[b]) and texts[b][: len(texts[a])] == texts[a]
+    )
+    chosen = dict.fromkeys([*duplicate, *prefix])
+    tasks = {records[index]["task_id"] for index in chosen}
+    chosen |= dict.fromkeys(i for i, r in enumerate(records) if r["task_id"] in tasks)
+    return [records[index] for index in list(chosen)[:8]]
+
+
+def bpe(folder: Path, words: int = 4096) -> Path:
+    """A byte-level BPE of the airline rollouts' rendered bodies, as the acceptance test names."""
+    from megatron_tree_cp.tree.bpe import train_bpe
+    from megatron_tree_cp.tree.readers import iterate_bodies
+
+    source = write(folder / "airline.jsonl", [as_messages(r) for r in airline_rollouts()])
+    path = folder / "bpe.json"
+    path.write_text(train_bpe(iterate_bodies([source], "messages"), words))
+    return path
