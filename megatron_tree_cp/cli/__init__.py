@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-import megatron_tree_cp
-
+from .. import __version__
 from ..tree.errors import InputError
 from . import capacity, pack, plan, tokenizer
 
@@ -22,9 +21,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
     parser = _Parser(prog="tree-cp", description=__doc__)
-    parser.add_argument(
-        "--version", action="version", version=f"tree-cp {megatron_tree_cp.__version__}"
-    )
+    parser.add_argument("--version", action="version", version=f"tree-cp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (pack, plan, capacity, tokenizer):
         name = module.__name__.rsplit(".", 1)[1]

@@ -11,9 +11,10 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from ..comm.agreement import Agreement
 from .batch import TreeBatch
@@ -44,8 +45,8 @@ def planned_row_loader(
     """
     if workers == 0:
         return (dataset[sample] for sample in order)
-    loader = DataLoader(
-        dataset,
+    loader: DataLoader = DataLoader(
+        cast(Dataset, dataset),  # by duck typing: rows.py imports no torch
         batch_size=None,
         sampler=order,
         num_workers=workers,
