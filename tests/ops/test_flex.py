@@ -69,3 +69,28 @@ def test_stage_matches_tiled(monkeypatch, queries, keys, window):
     for a, b in zip(got, want, strict=True):
         assert a.dtype == torch.float32
         assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+def test_one_graph_for_all_lengths(monkeypatch):
+    """Dynamo's guards alone, without Triton: forward and backward graphs serve every length."""
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
+    compiled = torch.compile(flex._call, dynamic=True, fullgraph=True, backend="aot_eager")
+
+    def attend(q, k, v, mask, scale):
+        blocks = mask.cached("flex", lambda: flex.block_mask(mask))
+        return compiled(q, k, v, blocks, scale)
+
+    monkeypatch.setattr(flex, "_attend", attend)
+    graphs = torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    for grad in (False, True):
+        flex._prime_once(torch.device("cpu"), torch.float32, (2, 1, 16, 16), 0.3, False, grad)
+    assert graphs["unique_graphs"] == before + 2
+    for queries, keys in [(300, 300), (300, 700), (5, 9), (128, 128), (513, 257), (129, 640)]:
+        mask = random_mask(1, queries, keys, None)
+        packed = torch.randn(keys, 32)  # K and V arrive as columns of one buffer
+        k, v = packed[:, :16].unflatten(1, (1, 16)), packed[:, 16:].unflatten(1, (1, 16))
+        q = torch.randn(queries + 7, 2, 16)[3 : queries + 3]
+        out, lse = flex.forward(q, k, v, mask, 0.3)
+        flex.backward(out, q, k, v, out, lse, lse * 0, mask, 0.3)
+        assert graphs["unique_graphs"] == before + 2, (queries, keys)

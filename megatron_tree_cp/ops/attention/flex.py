@@ -147,9 +147,10 @@ def _ordered(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _heads_first(x: torch.Tensor) -> torch.Tensor:
     """[T, H, D] -> [1, H, max(T, MIN_ROWS), D], a view of contiguous rows where nothing is padded.
 
-    One stride pattern for all inputs, sliced receive buffers included: strides are graph guards.
+    One stride pattern for all inputs, sliced receive buffers included, down to the stride of the
+    batch dimension: strides are graph guards.
     """
-    return _pad_rows(x, 0).contiguous().transpose(0, 1)[None]
+    return _pad_rows(x, 0).contiguous()[None].transpose(1, 2)
 
 
 def _pad_rows(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -231,10 +232,8 @@ def _prime_once(
     else:
         mask = IntervalMask(lo, hi, num_q)
     q, k, v = (
-        torch.zeros(1, heads, rows, width, dtype=dtype, device=device)
-        .transpose(1, 2)
-        .contiguous()
-        .transpose(1, 2)
+        _heads_first(torch.zeros(rows, heads, width, dtype=dtype, device=device))
+        .detach()
         .requires_grad_(grad)
         for heads, rows, width in (
             (query_heads, num_q, dim),

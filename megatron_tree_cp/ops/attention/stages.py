@@ -10,6 +10,7 @@ import torch
 
 from megatron_tree_cp.comm.context import TreeContext
 from megatron_tree_cp.comm.exchange import RangeExchange
+from megatron_tree_cp.comm.upload import upload
 from megatron_tree_cp.ops.attention.interval_mask import IntervalMask
 
 if TYPE_CHECKING:
@@ -82,9 +83,7 @@ def attention_stages(ctx: TreeContext, window: int | None) -> AttentionStages:
 def _stage(ctx: TreeContext, plan: StagePlan, window: int | None) -> Stage:
     q_begin, q_end = plan.query_range
     # One upload a stage: (lo, hi, positions) of every key.
-    packed = torch.from_numpy(np.stack(plan.keys.expand()[:3]).astype(np.int32))
-    if ctx.device.type == "cuda":
-        packed = packed.pin_memory().to(ctx.device, non_blocking=True)
+    packed = upload(np.stack(plan.keys.expand()[:3]).astype(np.int32), ctx.device)
     # A diagonal range's lo may pass its hi inside a tail; kernels want 0 <= lo, hi <= queries.
     lo, hi, positions = packed.unbind(0)
     lo = (lo - q_begin).clamp(0, q_end - q_begin)

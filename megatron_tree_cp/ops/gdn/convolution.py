@@ -1,0 +1,122 @@
+"""`tree_causal_conv1d`: the public causal convolution along tree paths, and its executor.
+
+forward    start halo exchange | wait | convolve
+backward   gradients of pre-activation, weight, bias and halo | start halo return
+           | gradient of x | wait, add what returned
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megatron_tree_cp.comm.context import TreeContext
+from megatron_tree_cp.ops.gdn import reference
+from megatron_tree_cp.ops.gdn.conv_tables import ConvTables, conv_tables
+from megatron_tree_cp.ops.gdn.distributed import pad
+from megatron_tree_cp.ops.gdn.registry import CONVOLUTIONS, GdnCase, select
+from megatron_tree_cp.ops.gdn.row import token_parents
+
+
+def tree_causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ctx: TreeContext,
+    activation: str | None = "silu",
+    impl: str = "auto",
+) -> torch.Tensor:
+    """Depthwise causal convolution of every token with the K - 1 tokens before it on its path.
+
+    All ranks of the CP group call this in the same order; backward does likewise. Padding rows of
+    outputs and gradients are exactly 0, whatever the inputs hold there.
+
+    Args:
+        x: [T, C], this rank's shard in layout order, padding included; fp16, bf16, fp32 or fp64.
+        weight: [C, K]; weight[:, K - 1] multiplies the token itself. Its gradient, like the
+            bias's, holds this rank's tokens only, as of any parameter under context parallelism.
+        bias: [C] or None.
+        ctx: this rank's context of the row.
+        activation: "silu", or None for none.
+        impl: `auto`, or a name of `registry.CONVOLUTIONS`.
+
+    Returns:
+        [T, C] in x's dtype.
+
+    Raises:
+        ValueError: shapes, devices, activation or implementation do not fit; the message says how.
+    """
+    if x.dim() != 2 or x.shape[0] != ctx.num_tokens:
+        raise ValueError(
+            f"x must be [{ctx.num_tokens}, C], all rows of rank {ctx.rank}'s shard (padding "
+            f"included), got shape {tuple(x.shape)}"
+        )
+    if weight.dim() != 2 or weight.shape[0] != x.shape[1] or weight.shape[1] < 1:
+        raise ValueError(
+            f"weight must be [{x.shape[1]}, K], got shape {tuple(weight.shape)}; "
+            "a Conv1d weight [C, 1, K] needs squeeze(1)"
+        )
+    if bias is not None and tuple(bias.shape) != (x.shape[1],):
+        raise ValueError(f"bias must be [{x.shape[1]}], got shape {tuple(bias.shape)}")
+    if activation not in ("silu", None):
+        raise ValueError(f"activation must be 'silu' or None, got {activation!r}")
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.device != ctx.device:
+            raise ValueError(f"{name} is on {tensor.device} but the context is for {ctx.device}")
+    case = GdnCase(x.device.type, x.dtype, width=weight.shape[1], cp_size=ctx.cp_size)
+    chosen = select(case, impl, CONVOLUTIONS)
+    if chosen.name == "reference":
+        parents = token_parents(ctx)
+        real = reference.causal_conv1d(x[: ctx.num_real], weight, bias, parents, activation)
+        return torch.cat([real.to(x.dtype), x.new_zeros(ctx.num_tokens - ctx.num_real, x.shape[1])])
+    tables = conv_tables(ctx, weight.shape[1])
+    return _TreeConvolution.apply(x, weight, bias, tables, activation == "silu", chosen.load())
+
+
+class _TreeConvolution(torch.autograd.Function):
+    """Convolution of one layer on one rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        tables: ConvTables,
+        silu: bool,
+        kernel: Any,
+    ) -> torch.Tensor:
+        real = x[: tables.num_tokens]
+        halo = x.new_zeros(0, x.shape[1])
+        if tables.exchange is not None:
+            halo = tables.exchange.start(real).wait()
+        out = kernel.forward(real, halo, weight, bias, tables, silu)
+        ctx.save_for_backward(x, halo, weight, bias)
+        ctx.tables, ctx.silu, ctx.kernel = tables, silu, kernel
+        return pad(out, x.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, halo, weight, bias = ctx.saved_tensors
+        tables: ConvTables = ctx.tables
+        real = slice(0, tables.num_tokens)
+        dpre, dhalo, dweight, dbias = ctx.kernel.backward_local(
+            dout[real], x[real], halo, weight, bias, tables, ctx.silu
+        )
+        pending = None
+        if tables.exchange is not None:
+            pending = tables.exchange.start_transposed(dhalo)
+        dx = ctx.kernel.backward_input(dpre, weight, tables)
+        if pending is not None:
+            tables.exchange.accumulate(dx, pending.wait())
+        return (
+            pad(dx.to(x.dtype), x.shape[0]),
+            dweight.to(weight.dtype),
+            None if bias is None else dbias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )

@@ -1,0 +1,208 @@
+"""Distributed gated delta rule: preparation, state passes, one exchange each way, outputs.
+
+    forward    prepare all tokens | roots with exports, (M, E) of other exports | start exchange
+               | roots without exports | wait, compose | runs below other ranks | outputs
+    backward   prepare and walk all states again | local parts | components below other ranks:
+               dS_in or B | start exchange | roots without exports | wait, compose
+               | components with exports | gradients of tokens
+
+Every rank calls the same exchanges, with or without anything to send; a row whose paths never cross
+ranks calls none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megatron_tree_cp.comm.context import TreeContext
+from megatron_tree_cp.ops.gdn.registry import Implementation
+from megatron_tree_cp.ops.gdn.summaries import compose_gradients, compose_states, start_exchange
+from megatron_tree_cp.ops.gdn.tables import RecurrenceTables, StateSlots, recurrence_tables
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """What one call fixes beside its tensors."""
+
+    ctx: TreeContext
+    tables: RecurrenceTables
+    kernel: Any
+    scale: float
+    norm: bool
+    final: bool
+
+    def slots(self, initial: bool) -> StateSlots:
+        """Where runs read and leave states in this call."""
+        return self.tables.state_slots[int(initial) + 2 * int(self.final)]
+
+
+class DistributedDeltaRule(torch.autograd.Function):
+    """One layer on one rank; returns (out [T, Hv, Dv], final states [leaves, Hv, Dk, Dv])."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        initial: torch.Tensor | None,
+        tree: TreeContext,
+        scale: float,
+        norm: bool,
+        final: bool,
+        implementation: Implementation,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rule = DeltaRule(tree, recurrence_tables(tree), implementation.load(), scale, norm, final)
+        real = slice(0, tree.num_real)
+        inputs = tuple(x[real] for x in (q, k, v, g, beta))
+        out, ends, kept = forward_states(inputs, initial, rule)
+        incoming, transfers, saved = kept
+        ctx.save_for_backward(q, k, v, g, beta, initial, incoming, transfers, *saved)
+        ctx.rule = rule
+        ctx.set_materialize_grads(False)
+        return pad(out.to(q.dtype), tree.num_tokens), ends
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dout: torch.Tensor | None, dfinal: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, g, beta, initial, incoming, transfers, *saved = ctx.saved_tensors
+        rule: DeltaRule = ctx.rule
+        tokens = rule.ctx.num_real
+        dout = torch.zeros_like(v) if dout is None else dout
+        inputs = tuple(x[:tokens] for x in (q, k, v, g, beta))
+        grads, dinitial = backward_states(
+            dout[:tokens], dfinal, inputs, initial, (incoming, transfers, tuple(saved)), rule
+        )
+        padded = tuple(
+            pad(grad.to(x.dtype), rule.ctx.num_tokens)
+            for grad, x in zip(grads, (q, k, v, g, beta), strict=True)
+        )
+        return *padded, dinitial, None, None, None, None, None
+
+
+def forward_states(
+    inputs: Tensors, initial: torch.Tensor | None, rule: DeltaRule
+) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, Tensors]]:
+    """Outputs [n, Hv, Dv] and final states of the real rows, and what backward needs again.
+
+    That is: the states that enter at the heads, the transfers of this rank's exports, and what the
+    kernel saves.
+    """
+    tables, kernel, part = rule.tables, rule.kernel, rule.tables.part
+    slots = rule.slots(initial is not None)
+    prep = kernel.prepare(*inputs, tables, rule.scale, rule.norm)
+    states = _initial_slots(inputs, initial, rule, slots)
+    incoming = states[: len(part.heads)]
+    transfers = states.new_zeros(0, *states.shape[1:3], states.shape[2])
+    if tables.exchanges:
+        kernel.pass_states(prep, tables.early, slots, states)
+        bank = states[_index(slots.write_of, part.exports)]
+        if len(part.transfers):
+            table = kernel.summarise(prep, tables.summary, tables.summary_slots)
+            summary = table[_index(tables.summary_slots.write_of, part.transfers)]
+            value_dim = states.shape[3]
+            places = [part.exports.tolist().index(run) for run in part.transfers.tolist()]
+            bank[places] = summary[..., :value_dim]
+            transfers = summary[..., value_dim:].contiguous()
+        pending = start_exchange(rule.ctx, "states", part.forward, bank, transfers)
+    kernel.pass_states(prep, tables.rest, slots, states)
+    if tables.exchanges:
+        ends = compose_states(part.state_nodes, *pending.wait())
+        for slot, node in enumerate(part.incoming):
+            incoming[slot] = ends[node]
+        kernel.pass_states(prep, tables.late, slots, states)
+    final = _final_states(states, rule, slots) if rule.final else None
+    # A copy: a view would keep the states of all slots alive until backward.
+    return kernel.output(prep), final, (incoming.clone(), transfers, prep.saved)
+
+
+def backward_states(
+    dout: torch.Tensor,
+    dfinal: torch.Tensor | None,
+    inputs: Tensors,
+    initial: torch.Tensor | None,
+    kept: tuple[torch.Tensor, torch.Tensor, Tensors],
+    rule: DeltaRule,
+) -> tuple[Tensors, torch.Tensor | None]:
+    """(dq, dk, dv, dg, dbeta) of the real rows, and the gradient of the initial states."""
+    tables, kernel, part = rule.tables, rule.kernel, rule.tables.part
+    incoming, transfers, saved = kept
+    slots = rule.slots(initial is not None)
+    prep = kernel.prepare(*inputs, tables, rule.scale, rule.norm, saved)
+    states = _initial_slots(inputs, initial, rule, slots)
+    states[: len(part.heads)] = incoming
+    kernel.pass_states(prep, tables.every, slots, states)
+    shape, device = states.shape[1:], states.device
+    del states
+    kernel.begin_backward(prep, dout)
+    into = tables.gradient_slots[dfinal is not None]
+    grads = torch.empty(into.count, *shape, dtype=incoming.dtype, device=device)
+    runs, exports = len(part.start), len(part.exports)
+    grads[runs : runs + exports] = 0
+    if dfinal is not None:
+        grads[runs + exports :] = dfinal[tables.leaf_ids].to(grads.dtype)
+    if tables.exchanges:
+        kernel.pass_gradients(prep, tables.exact, into, grads)
+        kernel.pass_gradients(prep, tables.partial, into, grads)
+        bank = grads.new_zeros(len(part.gradient_bank), *shape)
+        for entry, heads in enumerate(part.gradient_bank):
+            for head in heads:
+                bank[entry] += grads[head]
+        pending = start_exchange(rule.ctx, "gradients", part.backward, bank, transfers)
+    kernel.pass_gradients(prep, tables.rest, into, grads)
+    if tables.exchanges:
+        nodes = compose_gradients(part.gradient_nodes, *pending.wait())
+        for slot, node in enumerate(part.outgoing):
+            grads[runs + slot] = nodes[node]
+        kernel.pass_gradients(prep, tables.open, into, grads)
+    dinitial = None
+    if initial is not None:
+        dinitial = torch.zeros_like(initial)
+        dinitial[tables.root_ids] = grads[tables.root_runs].to(initial.dtype)
+    return kernel.token_gradients(prep, dout), dinitial
+
+
+def _initial_slots(
+    inputs: Tensors, initial: torch.Tensor | None, rule: DeltaRule, slots: StateSlots
+) -> torch.Tensor:
+    """The state slots [count, Hv, Dk, Dv], the local roots' initial states in their places."""
+    q, _, v = inputs[:3]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    states = torch.empty(
+        slots.count, v.shape[1], q.shape[2], v.shape[2], dtype=dtype, device=v.device
+    )
+    if initial is not None:
+        first = len(rule.tables.part.heads)
+        roots = rule.tables.root_ids
+        states[first : first + len(roots)] = initial[roots].to(dtype)
+    return states
+
+
+def _final_states(states: torch.Tensor, rule: DeltaRule, slots: StateSlots) -> torch.Tensor:
+    tables = rule.tables
+    final = states.new_zeros(tables.num_leaves, *states.shape[1:])
+    final[tables.leaf_ids] = states[slots.write[tables.leaf_runs].long()]
+    return final
+
+
+def _index(places: Any, runs: Any) -> list[int]:
+    return [int(places[run]) for run in runs]
+
+
+def pad(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Append zero rows up to `rows`: padding comes out exactly 0, whatever the inputs hold."""
+    if x.shape[0] == rows:
+        return x
+    padded = x.new_zeros((rows, *x.shape[1:]))
+    padded[: x.shape[0]] = x
+    return padded
