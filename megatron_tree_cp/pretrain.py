@@ -19,12 +19,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     try:
         argv = list(sys.argv[1:] if argv is None else argv)
-        if "--tree-cpu" in argv:
+        from megatron_tree_cp.megatron.run_config import expand_tree_config, requests_cpu
+
+        if requests_cpu(argv):
             from megatron_tree_cp.megatron import cpu
 
             cpu.enable()
         from megatron_tree_cp.megatron.run import run
-        from megatron_tree_cp.megatron.run_config import expand_tree_config
 
         run(expand_tree_config(argv))
     except InputError as error:

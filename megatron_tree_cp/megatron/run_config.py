@@ -51,6 +51,17 @@ def expand_tree_config(
     return [*options, *rest]
 
 
+def requests_cpu(argv: Sequence[str]) -> bool:
+    """Is ``--tree-cpu`` on the command line or in its run config?
+
+    An entry point asks before it expands the config, since that imports Megatron and the CPU shim
+    has to come first. Raises InputError for a config that cannot be read.
+    """
+    rest, paths = _split(argv)
+    entries = (entry for path in paths for entry in read_run_config(Path(path)))
+    return "--tree-cpu" in rest or any(e.key == "tree-cpu" and bool(e.flag) for e in entries)
+
+
 @dataclass(frozen=True)
 class ConfigEntry:
     """One line of a run config; values are kept as the text that stands in the file."""

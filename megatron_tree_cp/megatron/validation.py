@@ -71,7 +71,7 @@ def parse_tree_args() -> Namespace:
     prepare_tree_args(args)
     try:
         megatron_arguments.validate_args(args, TREE_ARGS_DEFAULTS)
-    except AssertionError as error:
+    except (AssertionError, ValueError) as error:
         reason = " ".join(str(error).split()) or "an assertion of Megatron's argument checks failed"
         raise InputError(f"Megatron refuses the arguments: {reason}") from error
     validate_tree_args(args)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_tree_cp.megatron.arguments import add_tree_arguments
-from megatron_tree_cp.megatron.run_config import expand_tree_config
+from megatron_tree_cp.megatron.run_config import expand_tree_config, requests_cpu
 from megatron_tree_cp.tree.errors import InputError
 
 
@@ -111,6 +111,14 @@ def test_missing_file_and_missing_name():
         expand_tree_config(["--tree-config"], parser())
     with pytest.raises(InputError, match="given 2 times"):
         expand_tree_config(["--tree-config=a", "--tree-config", "b"], parser())
+
+
+def test_the_cpu_shim_is_asked_for_in_either_place(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("tree_cpu: true\n")
+    assert requests_cpu(["--tree-config", str(path)]) and requests_cpu(["--tree-cpu"])
+    path.write_text("tree-cpu: false\n")
+    assert not requests_cpu([f"--tree-config={path}"]) and not requests_cpu([])
 
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))

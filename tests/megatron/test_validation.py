@@ -7,7 +7,11 @@ import argparse
 import pytest
 
 from megatron_tree_cp.megatron.arguments import add_tree_arguments
-from megatron_tree_cp.megatron.validation import prepare_tree_args, validate_tree_args
+from megatron_tree_cp.megatron.validation import (
+    parse_tree_args,
+    prepare_tree_args,
+    validate_tree_args,
+)
 from megatron_tree_cp.tree.errors import InputError
 
 BASE = (
@@ -123,3 +127,18 @@ def test_optimizer_state_that_cannot_be_loaded(tmp_path):
     with pytest.raises(InputError, match="add --no-load-optim"):
         prepare_tree_args(parse(*resume))
     prepare_tree_args(parse(*resume, "--no-load-optim"))
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (("--hidden-size", "33"), "Megatron refuses the arguments"),
+        (("--train-iters", "2", "--train-samples", "2"), "expected iteration-based training"),
+        (("--attention-backend", "local"), "use --tree-attention-impl"),
+    ],
+)
+def test_megatrons_own_assertions_become_one_line(argv, message, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["pretrain", *BASE, *argv])
+    with pytest.raises(InputError) as error:
+        parse_tree_args()
+    assert message in str(error.value) and "\n" not in str(error.value)
