@@ -1,0 +1,114 @@
+"""Halos of a causal convolution on a tree: the last inputs along the path before every run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from .exchange import ExchangePlan
+from .recurrence import RecurrencePlan
+from .values import Array, ArrayValue, frozen_array
+
+
+@dataclass(frozen=True, eq=False)
+class RankHalo(ArrayValue):
+    """What the taps of one rank's tokens read.
+
+    ``taps`` int32[width - 1, num_real]: for tap j, the input j + 1 tokens before each token on its
+    path, as a row of [shard rows; received rows]; -1 before a root.
+    """
+
+    taps: Array
+    num_received: int
+
+
+@dataclass(frozen=True, eq=False)
+class HaloPlan(ArrayValue):
+    """Inputs before each run that a convolution of ``width`` taps reads, and their exchange.
+
+    They may lie on several ranks, and a short run hands its own ancestors' inputs on.
+    """
+
+    recurrence: RecurrencePlan
+    width: int
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ValueError(f"a convolution has at least one tap, got width {self.width}")
+
+    @cached_property
+    def rows(self) -> Array:
+        """int64[runs, width - 1]: row index 1, 2, .. tokens before each run's start, -1 if none."""
+        runs, parent = self.recurrence.runs, self.recurrence.parent
+        # The padding entry stands for "before a root" and leads to itself.
+        last = np.where(parent < 0, -1, runs.start[parent] + runs.length[parent] - 1)
+        before = np.append(last, -1)
+        current, columns = before[:-1], []
+        for _ in range(self.width - 1):
+            columns.append(current)
+            run = np.where(current < 0, len(runs), self.recurrence.run_of(current))
+            inside = current > np.append(runs.start, 0)[run]
+            current = np.where(inside & (current >= 0), current - 1, before[run])
+        shape = (len(runs), self.width - 1)
+        return frozen_array(np.stack(columns, axis=1) if columns else np.zeros(shape))
+
+    @cached_property
+    def exchange(self) -> ExchangePlan:
+        """One exchange: every rank receives each row that it needs once."""
+        runs = self.recurrence.runs
+        reader = np.repeat(runs.owner.astype(np.int64), self.width - 1)
+        row = self.rows.reshape(-1)
+        reader, row = reader[row >= 0], row[row >= 0]
+        away = runs.owner[self.recurrence.run_of(row)] != reader
+        pairs = np.unique(np.stack([reader[away], row[away]], axis=1), axis=0)
+        reader, row = pairs[:, 0], pairs[:, 1]
+        run = self.recurrence.run_of(row)
+        source = runs.owner[run]
+        order = np.lexsort((row, source, reader))
+        run, row = run[order], row[order]
+        return ExchangePlan.from_pieces(
+            self.recurrence.layout.cp_size,
+            source[order],
+            reader[order].astype(np.int32),
+            runs.local_start[run] + row - runs.start[run],
+            np.ones(len(row), dtype=np.int64),
+        )
+
+    def received_rows(self, rank: int) -> Array:
+        """int64: row indices that ``rank`` receives, in receive order (source, then row)."""
+        runs = self.recurrence.runs
+        row = np.unique(self.rows[runs.owner == rank])
+        row = row[row >= 0]
+        source = runs.owner[self.recurrence.run_of(row)]
+        row, source = row[source != rank], source[source != rank]
+        return row[np.lexsort((row, source))]
+
+    def rank(self, rank: int) -> RankHalo:
+        """The taps of ``rank``'s tokens."""
+        runs = self.recurrence.runs
+        mine = np.flatnonzero(runs.owner == rank)
+        start, length = runs.local_start[mine], runs.length[mine]
+        tokens = int(length.sum())
+        received = self.received_rows(rank)
+        # Where each halo row lies: in the shard, or among the received rows.
+        rows = self.rows[mine]
+        run = self.recurrence.run_of(np.maximum(rows, 0))
+        local = runs.local_start[run] + rows - runs.start[run]
+        sorter = np.argsort(received)
+        if len(received):
+            found = sorter[np.searchsorted(received, rows, sorter=sorter).clip(max=len(sorter) - 1)]
+        else:
+            found = np.zeros_like(rows)
+        place = np.where(runs.owner[run] == rank, local, tokens + found)
+        place = np.where(rows < 0, -1, place)
+        taps = np.empty((self.width - 1, tokens), dtype=np.int64)
+        index = np.arange(tokens)
+        offset = index - np.repeat(start, length)
+        which = np.repeat(np.arange(len(mine)), length)
+        for tap in range(self.width - 1):
+            inside = offset > tap
+            column = np.where(inside, 0, tap - offset)
+            taps[tap] = np.where(inside, index - tap - 1, place[which, column])
+        return RankHalo(frozen_array(taps, np.int32), len(received))
