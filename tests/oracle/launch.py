@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,30 +77,37 @@ def command(side: str, ranks: int, folder: Path, argv: list[str], gradients="-",
     ]  # fmt: skip
 
 
-def start(cmd: list[str]) -> subprocess.Popen:
-    """Start in an own process group, so that a timeout can end every rank and worker."""
+def start(cmd: list[str], folder: Path) -> subprocess.Popen:
+    """Start a run in the background.
+
+    The output goes to ``run.log``: nobody reads a pipe while a test waits for something else.
+    """
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     env.pop("PYTEST_CURRENT_TEST", None)
-    return subprocess.Popen(
-        cmd,
-        cwd=ROOT,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "run.log").open("w") as log:
+        return subprocess.Popen(cmd, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
+
+
+def kill(process: subprocess.Popen) -> None:
+    """SIGKILL the launcher and every rank and worker: ranks are in sessions of their own."""
+    everything = [psutil.Process(process.pid)]
+    everything += everything[0].children(recursive=True)
+    for one in everything:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
 
 
 def finish(process: subprocess.Popen, folder: Path, timeout: float) -> Finished:
     """Wait for a started run; kills all of it when the time is over."""
     try:
-        output, _ = process.communicate(timeout=timeout)
+        process.wait(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
+        kill(process)
+        output = (folder / "run.log").read_text()
         raise AssertionError(f"run in {folder} took over {timeout} s:\n{output[-4000:]}") from None
-    return Finished(folder, process.returncode, output)
+    return Finished(folder, process.returncode, (folder / "run.log").read_text())
 
 
 def train(
@@ -112,7 +120,8 @@ def train(
     timeout: float = 300,
 ) -> Finished:
     """Run to the end and require success."""
-    folder.mkdir(parents=True, exist_ok=True)
-    done = finish(start(command(side, ranks, folder, argv, gradients, weights)), folder, timeout)
+    done = finish(
+        start(command(side, ranks, folder, argv, gradients, weights), folder), folder, timeout
+    )
     assert done.returncode == 0, f"{side} on {ranks} ranks failed:\n{done.output[-6000:]}"
     return done

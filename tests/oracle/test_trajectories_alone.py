@@ -28,6 +28,8 @@ class Oracle:
     argv: list[str]
     alone: Finished
     folder: Path
+    heads: tuple[int, int, int]
+    """Query heads, query groups, head dimension of the model."""
 
     def check(self, cp: int, waves: int | str) -> None:
         """Train with the tree at one CP size and compare on every rank."""
@@ -41,44 +43,38 @@ class Oracle:
             weights=f"0,{STEPS}",
             timeout=900,
         )
-        name, deviation = worst(gradients(self.alone)[0], gradients(tree))
+        name, deviation = worst(self.gradients(self.alone)[0], self.gradients(tree))
         print(f"CP{cp} waves {waves}: worst gradient {deviation:.2e} ({name})")
         assert deviation <= GRADIENT_TOLERANCE, f"gradient of {name}: {deviation:.2e}"
-        name, deviation = worst(updates(self.alone)[0], updates(tree))
+        name, deviation = worst(self.updates(self.alone)[0], self.updates(tree))
         print(f"CP{cp} waves {waves}: worst w{STEPS} - w0 {deviation:.2e} ({name})")
         assert deviation <= UPDATE_TOLERANCE, f"update of {name}: {deviation:.2e}"
         for ours, theirs in zip(tree.records(), self.alone.records(), strict=True):
             assert ours["count"] == theirs["count"]
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 
+    def gradients(self, run: Finished) -> list[Tensors]:
+        """First-step gradients of every rank, q, k and v apart."""
+        return [split_qkv(t, *self.heads) for t in run.tensors("gradients", 1)]
 
-def gradients(run: Finished) -> list[Tensors]:
-    """First-step gradients of every rank, q, k and v apart."""
-    return [split_qkv(t, 4, 2, 16) for t in run.tensors("gradients", 1)]
-
-
-def updates(run: Finished) -> list[Tensors]:
-    """w10 - w0 of every rank, in fp64."""
-    first, last = run.tensors("weights", 0), run.tensors("weights", STEPS)
-    return [
-        split_qkv({n: after[n].double() - before[n].double() for n in after}, 4, 2, 16)
-        for before, after in zip(first, last, strict=True)
-    ]
+    def updates(self, run: Finished) -> list[Tensors]:
+        """w10 - w0 of every rank, in fp64."""
+        first, last = run.tensors("weights", 0), run.tensors("weights", STEPS)
+        return [
+            split_qkv({n: after[n].double() - before[n].double() for n in after}, *self.heads)
+            for before, after in zip(first, last, strict=True)
+        ]
 
 
-def oracle(folder: Path, data: list[str], batch: int) -> Oracle:
-    argv = [*TINY_MODEL, *SGD, *training_flags(STEPS, batch, 0.2), *data]
-    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+def oracle(folder: Path, data: list[str], heads: tuple[int, int, int]) -> Oracle:
+    """Run the trajectories-alone side; one iteration visits the whole data."""
+    queries, groups, _ = heads
+    shape = f"--num-attention-heads {queries} --num-query-groups {groups}"
+    argv = [*TINY_MODEL, *shape.split(), *SGD, *training_flags(STEPS, 2, 0.2), *data]
     alone = train(
-        "alone",
-        1,
-        folder / "alone",
-        argv + recompute.split(),
-        gradients="1",
-        weights=f"0,{STEPS}",
-        timeout=900,
+        "alone", 1, folder / "alone", argv, gradients="1", weights=f"0,{STEPS}", timeout=1200
     )
-    return Oracle(argv, alone, folder)
+    return Oracle(argv, alone, folder, heads)
 
 
 @pytest.fixture(scope="module")
@@ -87,18 +83,21 @@ def examples(tmp_path_factory) -> Oracle:
     folder = tmp_path_factory.mktemp("examples")
     path = rollouts.write(folder / "data.jsonl", rollouts.eight_examples())
     data = f"--tree-data {path} --tree-tokenizer bytes --tree-max-tokens 2048"
-    return oracle(folder, data.split(), batch=2)
+    return oracle(folder, data.split(), (4, 2, 16))
 
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory) -> Oracle:
-    """Eight airline trajectories and eight example rollouts under a 4,096-word BPE."""
+    """Eight airline trajectories and eight example rollouts under a 4,096-word BPE.
+
+    Two heads: stock attention holds all score matrices of a step at once.
+    """
     folder = tmp_path_factory.mktemp("mixed")
     records = rollouts.airline_sample(8) + rollouts.eight_examples()
     messages = [{"messages": record["messages"]} for record in records]
     path = rollouts.write(folder / "data.jsonl", messages)
     data = f"--tree-data {path} --tree-tokenizer {rollouts.bpe(folder)} --tree-max-tokens 16384"
-    return oracle(folder, data.split(), batch=2)
+    return oracle(folder, data.split(), (2, 1, 32))
 
 
 @pytest.mark.timeout(900)
