@@ -144,7 +144,9 @@ def make_row(case: Case, oracle: bool = True) -> Row:
 
 def expected(case: Case, inputs, upstream) -> dict[str, torch.Tensor]:
     """Outputs and gradients of the whole row by the reference, in fp64."""
-    leaves = {name: x.double().requires_grad_() for name, x in inputs.items() if x is not None}
+    leaves = {
+        name: x.double().clone().requires_grad_() for name, x in inputs.items() if x is not None
+    }
     parents = parents_of(case.tree)
     y = reference.causal_conv1d(
         leaves["x"], leaves["weight"], leaves.get("bias"), parents, case.activation

@@ -1,4 +1,4 @@
-"""The Gated DeltaNet operators under CP1, CP2 and CP4 against the token recurrence of whole rows."""
+"""The Gated DeltaNet operators under CP1, CP2 and CP4 against the token recurrence."""
 
 from dataclasses import replace
 

@@ -1,0 +1,267 @@
+"""Gated delta rule on GPU: FLA's kernels around our own state passes, which know the tree.
+
+FLA prepares, reads outputs and computes the gradients of tokens, for all runs at once as if they
+were sequences. Needs flash-linear-attention (checked with 0.6.0); fp16 and bf16. The functions are
+those of `tiled.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_tree_cp.ops.gdn import state_pass
+from megatron_tree_cp.ops.gdn.tables import GradientSlots, Level, RecurrenceTables, StateSlots
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@cache
+def _fla() -> Any:
+    """FLA's functions that we call, imported when the first layer runs."""
+    try:
+        from fla.modules.norm.l2norm import l2norm_bwd, l2norm_fwd
+        from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv_local, chunk_fwd_o
+        from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
+        from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
+        from fla.ops.utils import chunk_local_cumsum
+        from fla.ops.utils.constant import RCP_LN2
+    except ImportError as error:
+        raise ValueError(
+            "Gated DeltaNet on GPU needs flash-linear-attention 0.6: "
+            f"pip install 'megatron-tree-cp[gpu]' ({error})"
+        ) from error
+    return SimpleNamespace(
+        l2norm_fwd=l2norm_fwd,
+        l2norm_bwd=l2norm_bwd,
+        cumsum=chunk_local_cumsum,
+        to_base_2=RCP_LN2,
+        solve=chunk_gated_delta_rule_fwd_intra,
+        recompute_w_u=recompute_w_u_fwd,
+        output=chunk_fwd_o,
+        local_gradient=chunk_bwd_dv_local,
+        token_gradients=chunk_bwd_dqkwg,
+        solve_gradient=prepare_wy_repr_bwd,
+    )
+
+
+@dataclass
+class Prepared:
+    """State-free results of all tokens ([n, ...]), and what the passes fill in."""
+
+    tables: RecurrenceTables
+    scale: float
+    q: torch.Tensor
+    k: torch.Tensor
+    """Normalised where the norm is on."""
+
+    v: torch.Tensor
+    g: torch.Tensor
+    """fp32 [n, Hv]: base-2 log of the decay from each chunk's start."""
+
+    beta: torch.Tensor
+    lengths: Tensors | None
+    """1 / length of q and k where the norm is on."""
+
+    solved: torch.Tensor
+    """[n, Hv, C]: inverse of each block's triangular system."""
+
+    w: torch.Tensor
+    u: torch.Tensor
+    states: torch.Tensor
+    writes: torch.Tensor
+    gradients: torch.Tensor | None = None
+    dwrites: torch.Tensor | None = None
+    local: torch.Tensor | None = None
+    dout: torch.Tensor | None = None
+    saved: Tensors = ()
+
+
+def prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    tables: RecurrenceTables,
+    scale: float,
+    norm: bool,
+    saved: Tensors = (),
+) -> Prepared:
+    """State-free work of all tokens [n, ...] of a shard; `saved` spares most of it in backward."""
+    fla = _fla()
+    v, beta = v.contiguous(), beta.contiguous()
+    lengths = None
+    if saved:
+        q, k, g, solved, *rest = saved
+        lengths = tuple(rest) or None
+    elif len(q) == 0:
+        q, k, g = q.contiguous(), k.contiguous(), g.float().contiguous()
+        solved = v.new_zeros(0, v.shape[1], tables.chunk)
+    else:
+        q, k = q.contiguous(), k.contiguous()
+        if norm:
+            (q, q_length), (k, k_length) = fla.l2norm_fwd(q), fla.l2norm_fwd(k)
+            lengths = (q_length, k_length)
+        g = fla.cumsum(g.contiguous()[None], scale=fla.to_base_2, **_sequences(tables)).squeeze(0)
+        w, u, solved = (
+            x.squeeze(0)
+            for x in fla.solve(
+                k=k[None], v=v[None], g=g[None], beta=beta[None], **_sequences(tables)
+            )
+        )
+    if len(q) == 0:
+        w, u = k.new_zeros(0, v.shape[1], k.shape[2]), v
+    elif saved:
+        w, u = (
+            x.squeeze(0)
+            for x in fla.recompute_w_u(
+                k=k[None], v=v[None], beta=beta[None], A=solved[None], g=g[None], **_runs(tables)
+            )
+        )
+    return Prepared(
+        tables,
+        scale,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        lengths,
+        solved,
+        w,
+        u,
+        states=k.new_empty(tables.num_blocks, v.shape[1], k.shape[2], v.shape[2]),
+        writes=torch.empty_like(u),
+        saved=(q, k, g, solved, *(lengths or ())),
+    )
+
+
+def pass_states(
+    prep: Prepared, levels: tuple[Level, ...], slots: StateSlots, states: torch.Tensor
+) -> None:
+    """Walk the runs of `levels`: fill the states of blocks, the writes, and the slots."""
+    inputs = (prep.k, prep.w, prep.u, prep.g)
+    for level in levels:
+        state_pass.pass_states(inputs, prep.states, prep.writes, level, slots, states, prep.tables)
+
+
+def summarise(prep: Prepared, levels: tuple[Level, ...], slots: StateSlots) -> torch.Tensor:
+    """[slots, Hv, Dk, Dv + Dk]: (E, M) of the runs of `levels`, relative to their heads."""
+    heads, key_dim = prep.w.shape[1:]
+    table = prep.g.new_empty(slots.count, heads, key_dim, prep.v.shape[2] + key_dim)
+    for level in levels:
+        state_pass.summarise((prep.k, prep.w, prep.u, prep.g), level, slots, table, prep.tables)
+    return table
+
+
+def output(prep: Prepared) -> torch.Tensor:
+    """Outputs of all tokens, [n, Hv, Dv], once every state is known."""
+    if len(prep.q) == 0:
+        return prep.v
+    return (
+        _fla()
+        .output(
+            q=prep.q[None],
+            k=prep.k[None],
+            v=prep.writes[None],
+            h=prep.states[None],
+            g=prep.g[None],
+            scale=prep.scale,
+            **_sequences(prep.tables),
+        )
+        .squeeze(0)
+    )
+
+
+def begin_backward(prep: Prepared, dout: torch.Tensor) -> None:
+    """State-free part of backward, for all tokens."""
+    prep.dout = dout.to(prep.v.dtype).contiguous()
+    prep.gradients = torch.empty_like(prep.states)
+    prep.dwrites = torch.empty_like(prep.u)
+    prep.local = prep.dout
+    if len(prep.q):
+        prep.local = (
+            _fla()
+            .local_gradient(
+                q=prep.q[None],
+                k=prep.k[None],
+                g=prep.g[None],
+                do=prep.dout[None],
+                scale=prep.scale,
+                **_sequences(prep.tables),
+            )
+            .squeeze(0)
+        )
+
+
+def pass_gradients(
+    prep: Prepared, levels: tuple[Level, ...], slots: GradientSlots, gradients: torch.Tensor
+) -> None:
+    """Walk back over the runs of `levels`, children first: fill block gradients and the slots."""
+    assert prep.dout is not None and prep.local is not None
+    assert prep.gradients is not None and prep.dwrites is not None
+    inputs = (prep.q, prep.k, prep.w, prep.g, prep.dout, prep.local)
+    for level in reversed(levels):
+        state_pass.pass_gradients(
+            inputs,
+            prep.gradients,
+            prep.dwrites,
+            level,
+            slots,
+            gradients,
+            prep.tables,
+            prep.scale,
+        )
+
+
+def token_gradients(prep: Prepared, dout: torch.Tensor) -> Tensors:
+    """dq, dk, dv, dg, dbeta of all tokens [n, ...], once every state's gradient is known."""
+    if len(prep.q) == 0:
+        return prep.q, prep.k, prep.v, prep.g, prep.beta
+    fla = _fla()
+    assert prep.dout is not None and prep.gradients is not None and prep.dwrites is not None
+    dq, dk, dw, dg = fla.token_gradients(
+        q=prep.q[None],
+        k=prep.k[None],
+        v=prep.writes[None],
+        w=prep.w[None],
+        g=prep.g[None],
+        h=prep.states[None],
+        dv=prep.dwrites[None],
+        do=prep.dout[None],
+        dh=prep.gradients[None],
+        scale=prep.scale,
+        **_sequences(prep.tables),
+    )
+    dk_system, dv, dbeta, dg_system = fla.solve_gradient(
+        k=prep.k[None],
+        v=prep.v[None],
+        beta=prep.beta[None],
+        g=prep.g[None],
+        A=prep.solved[None],
+        dw=dw,
+        du=prep.dwrites[None],
+        **_runs(prep.tables),
+    )
+    dk = dk + dk_system
+    dg = fla.cumsum(dg + dg_system, reverse=True, **_sequences(prep.tables))
+    dq, dk = dq.squeeze(0), dk.squeeze(0)
+    if prep.lengths is not None:
+        q_length, k_length = prep.lengths
+        dq = fla.l2norm_bwd(prep.q, q_length, dq.contiguous())
+        dk = fla.l2norm_bwd(prep.k, k_length, dk.contiguous())
+    return dq, dk, dv.squeeze(0), dg.squeeze(0), dbeta.squeeze(0)
+
+
+def _runs(tables: RecurrenceTables) -> dict[str, Any]:
+    """Runs as FLA's sequences; blocks are listed here, so that nothing waits for the device."""
+    return {"cu_seqlens": tables.starts, "chunk_indices": tables.block_runs}
+
+
+def _sequences(tables: RecurrenceTables) -> dict[str, Any]:
+    return {**_runs(tables), "chunk_size": tables.chunk}

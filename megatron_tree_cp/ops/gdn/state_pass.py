@@ -1,0 +1,310 @@
+"""Triton state passes over runs with parent pointers, forward, summarising and backward.
+
+One launch a level: a program takes one run, one value head and some columns of its state, reads the
+incoming state from its parent's slot, walks the run's chunks and leaves the end state in the run's
+slot. Decays `g` are base-2 logs, summed from each chunk's start. Shapes: k, q [n, Hk, Dk],
+w [n, Hv, Dk], u and writes [n, Hv, Dv], g [n, Hv], states of blocks [NB, Hv, Dk, Dv] in k's dtype,
+slots [., Hv, Dk, Dv] in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_tree_cp.ops.gdn.tables import GradientSlots, Level, RecurrenceTables, StateSlots
+
+# Columns of a state that one program keeps in registers, by key head dim.
+_COLUMNS = {64: 64, 128: 32, 256: 16}
+
+
+def pass_states(
+    inputs: tuple[torch.Tensor, ...],
+    blocks: torch.Tensor,
+    writes: torch.Tensor,
+    level: Level,
+    slots: StateSlots,
+    states: torch.Tensor,
+    tables: RecurrenceTables,
+) -> None:
+    """Fill `blocks` and `writes` of the level's runs, and their end states in `states`.
+
+    Args:
+        inputs: (k, w, u, g).
+        blocks: [NB, Hv, Dk, Dv], the state before each block.
+        writes: [n, Hv, Dv], u - w S.
+    """
+    _launch_forward(inputs, blocks, writes, level, slots, states, tables, summary=False)
+
+
+def summarise(
+    inputs: tuple[torch.Tensor, ...],
+    level: Level,
+    slots: StateSlots,
+    table: torch.Tensor,
+    tables: RecurrenceTables,
+) -> None:
+    """(E, M) of the level's runs in `table` [slots, Hv, Dk, Dv + Dk], relative to their heads."""
+    _, w, u, _ = inputs
+    _launch_forward(inputs, w, u, level, slots, table, tables, summary=True)
+
+
+def pass_gradients(
+    inputs: tuple[torch.Tensor, ...],
+    blocks: torch.Tensor,
+    dwrites: torch.Tensor,
+    level: Level,
+    slots: GradientSlots,
+    gradients: torch.Tensor,
+    tables: RecurrenceTables,
+    scale: float,
+) -> None:
+    """Fill `blocks` and `dwrites` of the level's runs, and their dS_in in `gradients`.
+
+    Args:
+        inputs: (q, k, w, g, dout, local): `local` [n, Hv, Dv] is the gradient of the writes through
+            the outputs of their own blocks.
+        blocks: [NB, Hv, Dk, Dv], gradient of the state after each block.
+        dwrites: [n, Hv, Dv], the whole gradient of the writes.
+    """
+    q, k, w, g, dout, local = inputs
+    heads, key_dim, value_dim = w.shape[1], k.shape[2], dout.shape[2]
+    tile_k, tile_v = _tiles(key_dim, value_dim)
+    grid = (triton.cdiv(value_dim, tile_v) * heads, len(level.runs))
+    _gradient_kernel[grid](
+        q,
+        k,
+        w,
+        g,
+        dout,
+        local,
+        blocks,
+        dwrites,
+        gradients,
+        level.runs,
+        tables.starts,
+        tables.block_offsets,
+        slots.offsets,
+        slots.sources,
+        scale,
+        HK=k.shape[1],
+        HV=heads,
+        K=key_dim,
+        V=value_dim,
+        BT=tables.chunk,
+        BK=tile_k,
+        BV=tile_v,
+        num_warps=4,
+        num_stages=2,
+    )
+
+
+def _launch_forward(
+    inputs: tuple[torch.Tensor, ...],
+    blocks: torch.Tensor,
+    writes: torch.Tensor,
+    level: Level,
+    slots: StateSlots,
+    states: torch.Tensor,
+    tables: RecurrenceTables,
+    summary: bool,
+) -> None:
+    k, w, u, g = inputs
+    heads, key_dim, value_dim = w.shape[1], k.shape[2], u.shape[2]
+    tile_k, tile_v = _tiles(key_dim, value_dim)
+    columns = value_dim + (key_dim if summary else 0)
+    grid = (triton.cdiv(columns, tile_v) * heads, len(level.runs))
+    _state_kernel[grid](
+        k,
+        w,
+        u,
+        g,
+        blocks,
+        writes,
+        states,
+        level.runs,
+        tables.starts,
+        tables.block_offsets,
+        slots.read,
+        slots.write,
+        HK=k.shape[1],
+        HV=heads,
+        K=key_dim,
+        V=value_dim,
+        COLUMNS=columns,
+        BT=tables.chunk,
+        BK=tile_k,
+        BV=tile_v,
+        SUMMARY=summary,
+        # Maps of several chunks multiply: operands of the summary keep more than 8 bits.
+        PRECISION="tf32" if summary else None,
+        num_warps=4,
+        num_stages=1 if summary else 2,
+    )
+
+
+def _tiles(key_dim: int, value_dim: int) -> tuple[int, int]:
+    tile_k = max(16, triton.next_power_of_2(key_dim))
+    columns = _COLUMNS.get(max(64, tile_k), 16)
+    return tile_k, min(columns, max(16, triton.next_power_of_2(value_dim)))
+
+
+@triton.jit
+def _state_kernel(
+    k,
+    w,
+    u,
+    g,
+    blocks,
+    writes,
+    states,
+    runs,
+    starts,
+    block_offsets,
+    read,
+    write,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    SUMMARY: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    tiles: tl.constexpr = (COLUMNS + BV - 1) // BV
+    tile = tl.program_id(0) % tiles
+    head = tl.program_id(0) // tiles
+    run = tl.load(runs + tl.program_id(1))
+    begin = tl.load(starts + run)
+    end = tl.load(starts + run + 1)
+    block = tl.load(block_offsets + run).to(tl.int64)
+    chunks = tl.load(block_offsets + run + 1) - tl.load(block_offsets + run)
+    source = tl.load(read + run).to(tl.int64)
+    target = tl.load(write + run).to(tl.int64)
+
+    o_k = tl.arange(0, BK)
+    o_v = tile * BV + tl.arange(0, BV)
+    m_k = o_k < K
+    m_v = o_v < COLUMNS
+    m_u = o_v < V  # the columns of M start from the unit matrix and nothing is written to them
+    m_state = m_k[:, None] & m_v[None, :]
+    in_state = o_k[:, None] * COLUMNS + o_v[None, :]
+    if source >= 0:
+        state = tl.load(states + (source * HV + head) * K * COLUMNS + in_state, m_state, 0.0)
+    elif SUMMARY:
+        state = tl.where(o_k[:, None] == o_v[None, :] - V, 1.0, 0.0).to(tl.float32)
+    else:
+        state = tl.zeros([BK, BV], dtype=tl.float32)
+
+    for chunk in range(chunks):
+        first = begin + chunk * BT
+        o_t = (first + tl.arange(0, BT)).to(tl.int64)
+        m_t = o_t < end
+        if not SUMMARY:
+            to_block = blocks + ((block + chunk) * HV + head) * K * V + in_state
+            tl.store(to_block, state.to(blocks.dtype.element_ty), mask=m_state)
+        m_tk = m_t[:, None] & m_k[None, :]
+        b_w = tl.load(w + (o_t[:, None] * HV + head) * K + o_k[None, :], mask=m_tk, other=0.0)
+        b_k = tl.load(
+            k + (o_t[:, None] * HK + head // (HV // HK)) * K + o_k[None, :], mask=m_tk, other=0.0
+        )
+        m_tv = m_t[:, None] & m_u[None, :]
+        at_v = (o_t[:, None] * HV + head) * V + o_v[None, :]
+        b_u = tl.load(u + at_v, mask=m_tv, other=0.0).to(tl.float32)
+        if SUMMARY:
+            b_write = b_u - tl.dot(b_w.to(tl.float32), state, input_precision=PRECISION)
+        else:
+            b_write = b_u - tl.dot(b_w, state.to(b_w.dtype))
+            tl.store(writes + at_v, b_write.to(writes.dtype.element_ty), mask=m_tv)
+        last = tl.minimum(first + BT, end) - 1
+        g_last = tl.load(g + last.to(tl.int64) * HV + head)
+        b_g = tl.load(g + o_t * HV + head, mask=m_t, other=0.0)
+        b_write = b_write * tl.where(m_t, tl.exp2(g_last - b_g), 0.0)[:, None]
+        state = state * tl.exp2(g_last)
+        if SUMMARY:
+            state += tl.dot(tl.trans(b_k.to(tl.float32)), b_write, input_precision=PRECISION)
+        else:
+            state += tl.dot(tl.trans(b_k), b_write.to(b_k.dtype))
+
+    if target >= 0:
+        tl.store(states + (target * HV + head) * K * COLUMNS + in_state, state, mask=m_state)
+
+
+@triton.jit
+def _gradient_kernel(
+    q,
+    k,
+    w,
+    g,
+    dout,
+    local,
+    blocks,
+    dwrites,
+    gradients,
+    runs,
+    starts,
+    block_offsets,
+    offsets,
+    sources,
+    scale,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    tiles: tl.constexpr = (V + BV - 1) // BV
+    tile = tl.program_id(0) % tiles
+    head = tl.program_id(0) // tiles
+    run = tl.load(runs + tl.program_id(1))
+    begin = tl.load(starts + run)
+    end = tl.load(starts + run + 1)
+    block = tl.load(block_offsets + run).to(tl.int64)
+    chunks = tl.load(block_offsets + run + 1) - tl.load(block_offsets + run)
+
+    o_k = tl.arange(0, BK)
+    o_v = tile * BV + tl.arange(0, BV)
+    m_k = o_k < K
+    m_v = o_v < V
+    m_state = m_k[:, None] & m_v[None, :]
+    in_state = o_k[:, None] * V + o_v[None, :]
+    # Children one after the other, in the order of their list: the sum is repeatable.
+    grad = tl.zeros([BK, BV], dtype=tl.float32)
+    for entry in range(tl.load(offsets + run), tl.load(offsets + run + 1)):
+        slot = tl.load(sources + entry).to(tl.int64)
+        grad += tl.load(gradients + (slot * HV + head) * K * V + in_state, mask=m_state, other=0.0)
+
+    for step in range(chunks):
+        chunk = chunks - 1 - step
+        first = begin + chunk * BT
+        o_t = (first + tl.arange(0, BT)).to(tl.int64)
+        m_t = o_t < end
+        to_block = blocks + ((block + chunk) * HV + head) * K * V + in_state
+        tl.store(to_block, grad.to(blocks.dtype.element_ty), mask=m_state)
+        m_tk = m_t[:, None] & m_k[None, :]
+        m_tv = m_t[:, None] & m_v[None, :]
+        at_key = (o_t[:, None] * HK + head // (HV // HK)) * K + o_k[None, :]
+        at_v = (o_t[:, None] * HV + head) * V + o_v[None, :]
+        b_k = tl.load(k + at_key, mask=m_tk, other=0.0)
+        last = tl.minimum(first + BT, end) - 1
+        g_last = tl.load(g + last.to(tl.int64) * HV + head)
+        b_g = tl.load(g + o_t * HV + head, mask=m_t, other=0.0)
+        b_dw = tl.dot(b_k, grad.to(b_k.dtype))
+        b_dw = b_dw * tl.where(m_t, tl.exp2(g_last - b_g), 0.0)[:, None]
+        b_dw += tl.load(local + at_v, mask=m_tv, other=0.0).to(tl.float32)
+        tl.store(dwrites + at_v, b_dw.to(dwrites.dtype.element_ty), mask=m_tv)
+        b_q = tl.load(q + at_key, mask=m_tk, other=0.0).to(tl.float32)
+        b_q = b_q * tl.where(m_t, tl.exp2(b_g) * scale, 0.0)[:, None]
+        b_do = tl.load(dout + at_v, mask=m_tv, other=0.0)
+        b_w = tl.load(w + (o_t[:, None] * HV + head) * K + o_k[None, :], mask=m_tk, other=0.0)
+        grad = grad * tl.exp2(g_last)
+        grad += tl.dot(tl.trans(b_q.to(b_do.dtype)), b_do)
+        grad -= tl.dot(tl.trans(b_w), b_dw.to(b_w.dtype))
+
+    tl.store(gradients + (run.to(tl.int64) * HV + head) * K * V + in_state, grad, mask=m_state)
