@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 BACKENDS = ("te", "tree")
-ATTENTION_IMPLS = ("auto", "reference", "tiled", "flex")
+ATTENTION_IMPLS = ("auto", "repeatable", "reference", "tiled", "flex", "flash")
 
 TREE_ARGS_DEFAULTS: dict[str, Any] = {
     "dataloader_type": "external",
@@ -182,7 +182,7 @@ def _add_plan_arguments(add: Any) -> None:
     add(
         "--tree-deterministic",
         action="store_true",
-        help="Only kernels that are bitwise repeatable.",
+        help="Only kernels whose gradients are bitwise repeatable.",
     )
     add("--tree-profile", metavar="FILE", help="Cost profile of the planner (tree-cp calibrate).")
     add(

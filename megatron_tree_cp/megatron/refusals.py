@@ -147,6 +147,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "nothing says how many rows to evaluate on",
         "give --eval-iters",
     ),
+    Refusal(
+        lambda args: (
+            "--tree-attention-impl flash with --tree-deterministic"
+            if args.tree_deterministic and args.tree_attention_impl == "flash"
+            else ""
+        ),
+        "its gradients are summed in an order that changes",
+        "drop one of the two",
+    ),
     # Rows and data.
     Refusal(_set("--micro-batch-size", 1), _WHOLE_ROWS, "use --micro-batch-size 1"),
     Refusal(_set("--eval-micro-batch-size", 1), _WHOLE_ROWS, "use --eval-micro-batch-size 1"),

@@ -16,6 +16,7 @@ from .loss import weighted_loss
 from .metrics import IterationRecorder
 from .params import TreePackedSeqParams
 from .rows import PlannedRow, PlannedRows, PlanRecipe, RowRecipe
+from .startup import implementation_table
 from .stream import RowStream, SampleOrder, device_of_rank, planned_row_loader
 
 
@@ -116,6 +117,7 @@ class TreeTrainer:
 
     def _log_packing(self, planned: PlannedRow) -> None:
         if dist.get_rank() == 0:
+            print(implementation_table(self.plan.model, self.args, device_of_rank()), flush=True)
             print(planned.summary, flush=True)
             print(f"packing fingerprint {planned.fingerprint}", flush=True)
 

@@ -126,6 +126,8 @@ def _settle(args: Namespace) -> dict[str, Any]:
         "no_persist_layer_norm": True,
         "create_attention_mask_in_dataloader": False,
     }
+    if args.tree_deterministic and args.tree_attention_impl == "auto":
+        wanted["tree_attention_impl"] = "repeatable"
     if args.tree_shuffle_seed is None:
         wanted["tree_shuffle_seed"] = args.seed
     changed = {name: value for name, value in wanted.items() if getattr(args, name) != value}

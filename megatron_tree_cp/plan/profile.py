@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields
+from os import PathLike
+from pathlib import Path
+
+from ..tree.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -80,3 +85,30 @@ class CostProfile:
             if not (value > 0 if positive else value >= 0):
                 bound = "more than 0" if positive else "at least 0"
                 raise ValueError(f"CostProfile: {field.name} must be {bound}, got {value}")
+
+
+def load_profile(path: str | PathLike[str]) -> CostProfile:
+    """Read a profile: one JSON object of `CostProfile` fields; those left out keep defaults.
+
+    Raises InputError for a file that cannot be read, an unknown field or a value out of range.
+    """
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot read: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: a profile is one JSON object of coefficients")
+    kinds = {field.name: field.type for field in fields(CostProfile)}
+    for name, value in values.items():
+        if name not in kinds:
+            raise InputError(f"{path}: unknown coefficient {name!r}; known: {', '.join(kinds)}")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        optional = value is None and "None" in str(kinds[name])
+        if not (isinstance(value, str) if name == "name" else number or optional):
+            raise InputError(f"{path}: {name}: {value!r} is no number")
+    try:
+        return CostProfile(**values)
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from error

@@ -57,9 +57,9 @@ def test_every_option_says_what_it_is():
 
 
 def test_attention_choices_are_those_of_the_registry():
-    from megatron_tree_cp.ops.attention.registry import IMPLEMENTATIONS
+    from megatron_tree_cp.ops.attention.registry import AUTOMATIC, IMPLEMENTATIONS
 
-    assert set(ATTENTION_IMPLS) == {"auto", *(i.name for i in IMPLEMENTATIONS)}
+    assert set(ATTENTION_IMPLS) == {*AUTOMATIC, *(i.name for i in IMPLEMENTATIONS)}
 
 
 def test_megatron_defaults_change_for_tree_runs_only():

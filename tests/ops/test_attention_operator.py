@@ -35,7 +35,7 @@ def _inputs(**changes):
         ({"v": torch.randn(9, 2, 6).double()}, "q, k and v must share dtype and device"),
         ({"sink": torch.zeros(3)}, r"sink must be \[4\] logits, got shape \(3,\)"),
         ({"window": 5}, r"no attention class with window 5 \(known: 3, None\)"),
-        ({"impl": "magic"}, "unknown attention implementation 'magic'; use auto or one of"),
+        ({"impl": "magic"}, "unknown attention implementation 'magic'; use one of"),
         ({"impl": "flex"}, "'flex' needs a CUDA device .*; use one of: auto, tiled, reference"),
     ],
 )
@@ -48,10 +48,11 @@ def test_refusals(ctx, changes, message):
 def test_choice():
     case = AttentionCase("cpu", torch.float32, 4, 2, 8, 8)
     assert select(case).name == "tiled"
-    assert describe_choice(case).startswith("tiled (auto; flex needs a CUDA device")
+    assert describe_choice(case).startswith("tiled (auto; flash needs a CUDA device; flex needs")
     assert describe_choice(case, "reference") == "reference (requested)"
     cuda = AttentionCase("cuda", torch.bfloat16, 4, 2, 64, 64)
-    assert describe_choice(cuda) == "flex (auto)"
+    repeatable = describe_choice(cuda, "repeatable")
+    assert repeatable == "flex (repeatable; flash sums gradients in an order that changes)"
     with pytest.raises(ValueError, match="needs a float dtype"):
         select(AttentionCase("cpu", torch.int32, 4, 2, 8, 8))
 

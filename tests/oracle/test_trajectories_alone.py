@@ -70,7 +70,7 @@ def oracle(folder: Path, data: list[str], heads: tuple[int, int, int]) -> Oracle
     """Run the trajectories-alone side; one iteration visits the whole data."""
     queries, groups, _ = heads
     shape = f"--num-attention-heads {queries} --num-query-groups {groups}"
-    argv = [*TINY_MODEL, *shape.split(), *SGD, *training_flags(STEPS, 2, 0.2), *data]
+    argv = [*TINY_MODEL, *shape.split(), *SGD, *training_flags(STEPS, 2, 0.6), *data]
     alone = train(
         "alone", 1, folder / "alone", argv, gradients="1", weights=f"0,{STEPS}", timeout=1200
     )

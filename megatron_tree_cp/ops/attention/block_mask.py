@@ -79,3 +79,36 @@ def _touched(
 def _per_tile(values: torch.Tensor, num_tiles: int, tile: int, fill: int) -> torch.Tensor:
     """View a vector as [num_tiles, tile], the tail filled with a neutral value."""
     return F.pad(values, (0, num_tiles * tile - values.shape[0]), value=fill).view(num_tiles, tile)
+
+
+def block_tables(
+    mask: IntervalMask, q_tile: int, k_tile: int, by_key: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tables of a block-sparse kernel: (partial count, partial index, full count, full index).
+
+    int32 [1, 1, M] and [1, 1, M, N]: for each query tile its key tiles, or with `by_key` for each
+    key tile its query tiles, in ascending order. A ragged last tile counts as partial, so that the
+    kernel checks its bounds. No host synchronisation.
+    """
+    classes = tile_classes(mask, q_tile, k_tile)
+    full = classes.full.clone()
+    if mask.num_queries % q_tile:
+        full[-1] = False
+    if mask.num_keys % k_tile:
+        full[:, -1] = False
+    partial = classes.touched & ~full
+    if by_key:
+        partial, full = partial.t(), full.t()
+    return (*_ordered(partial), *_ordered(full))
+
+
+def _ordered(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts [1, 1, rows] and the column indices of the chosen entries, first in their rows."""
+    rows, columns = chosen.shape
+    place = chosen.cumsum(1, dtype=torch.int64) - 1
+    index = torch.zeros(rows, columns + 1, dtype=torch.int32, device=chosen.device)
+    column = torch.arange(columns, dtype=torch.int32, device=chosen.device).expand(rows, columns)
+    # Entries that are not chosen all land in the spare last column.
+    index.scatter_(1, place.masked_fill(~chosen, columns), column)
+    counts = chosen.sum(1, dtype=torch.int32)
+    return counts[None, None], index[None, None, :, :columns].contiguous()

@@ -18,6 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megatron_tree_cp.comm.context import TreeContext
+from megatron_tree_cp.ops.attention.backward import BackwardPass, backward_pass
 from megatron_tree_cp.ops.attention.merge import merge_into
 from megatron_tree_cp.ops.attention.registry import Implementation
 from megatron_tree_cp.ops.attention.sink import apply_sink, sink_gradient
@@ -62,22 +63,15 @@ class DistributedAttention(torch.autograd.Function):
         tree: TreeContext = ctx.tree
         real = slice(0, tree.num_real)
         dout = torch.zeros_like(out) if dout is None else dout
-        dout, lse = dout[real], lse[real]
-        delta = (dout.to(lse.dtype) * out[real].to(lse.dtype)).sum(2)
-        if dlse is not None:
-            delta = delta - dlse[real]
-        grads = backward_stages(
-            (dout, q[real], k[real], v[real], out[real], lse, delta),
-            tuple(remote),
-            ctx.stages,
-            ctx.kernel,
-            ctx.scale,
-        )
+        lse = lse[real]
+        dlse = None if dlse is None else dlse[real]
+        layer = backward_pass(ctx.kernel, dout[real], q[real], out[real], lse, dlse, ctx.scale)
+        dk, dv = backward_stages(layer, k[real], v[real], tuple(remote), ctx.stages)
         dq, dk, dv = (
             _pad(grad.to(x.dtype), tree.num_tokens)
-            for grad, x in zip(grads, (q, k, v), strict=True)
+            for grad, x in zip((layer.dq(), dk, dv), (q, k, v), strict=True)
         )
-        dsink = None if sink is None else sink_gradient(lse, delta, sink)
+        dsink = None if sink is None else sink_gradient(lse, layer.delta, sink)
         return dq, dk, dv, dsink, None, None, None, None
 
 
@@ -91,22 +85,24 @@ def forward_stages(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """All stages over the real rows of a shard, without the sink.
 
-    Returns out [n, Hq, Dv] and lse [n, Hq] (fp32, fp64 for fp64), and the received KV buffers
-    [num_recv, Hkv * (D + Dv)], one per exchange.
+    Returns out [n, Hq, Dv] (fp32 where stages were merged, fp64 for fp64, else as the kernel gives
+    it), lse [n, Hq] (fp32, fp64 for fp64) and the received KV buffers [num_recv, Hkv * (D + Dv)],
+    one per exchange.
     """
     pending = [exchange.start(k, v) for exchange in stages.exchanges]
-    dtype = torch.promote_types(q.dtype, torch.float32)
     if stages.fused:
         buffers = [p.wait() for p in pending]
         keys, values = _with_local(buffers[0], k, v)
-        out, lse = _first_stage(q, keys, values, stages.local, kernel, scale, dtype)
+        out, lse = _first_stage(q, keys, values, stages.local, kernel, scale)
         return out, lse, buffers
-    out, lse = _first_stage(q, k, v, stages.local, kernel, scale, dtype)
+    out, lse = _first_stage(q, k, v, stages.local, kernel, scale)
     buffers = []
     for stage, wave in zip(stages.remote, pending, strict=True):
         buffer = wave.wait()
         buffers.append(buffer)
         if not stage.empty:
+            # Merging is done in fp32, however the kernel rounds a stage's output.
+            out = out.to(torch.promote_types(q.dtype, torch.float32))
             keys, values = _split(buffer, k, v)
             part_out, part_lse = kernel.forward(q[stage.rows], keys, values, stage.mask, scale)
             merge_into(out[stage.rows], lse[stage.rows], part_out, part_lse)
@@ -114,55 +110,46 @@ def forward_stages(
 
 
 def backward_stages(
-    queries: Tensors,
+    layer: BackwardPass,
+    k: torch.Tensor,
+    v: torch.Tensor,
     buffers: Tensors,
     stages: AttentionStages,
-    kernel: Any,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv [n, ...] in fp32 (fp64 for fp64) of the real rows of a shard.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dk, dv [n, ...] in fp32 (fp64 for fp64) of the real rows of a shard; dQ gathers in `layer`.
+
+    Without exchanges they come as the kernel gives them.
 
     Args:
-        queries: (dout, q, k, v, out, lse, delta), out and lse global, the sink included.
         buffers: the KV buffers that forward received.
     """
-    dout, q, k, v, out, lse, delta = queries
-    dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
-
-    def stage_backward(stage: Stage, keys: torch.Tensor, values: torch.Tensor) -> Tensors:
-        if stage.empty:
-            return torch.zeros_like(keys, dtype=dq.dtype), torch.zeros_like(values, dtype=dq.dtype)
-        rows = stage.rows
-        part, dkeys, dvalues = kernel.backward(
-            dout[rows],
-            q[rows],
-            keys,
-            values,
-            out[rows],
-            lse[rows],
-            delta[rows],
-            stage.mask,
-            scale,
-        )
-        dq[rows] += part
-        return dkeys, dvalues
-
+    wide = torch.promote_types(k.dtype, torch.float32)
     returns = []
     if stages.fused:
-        dkeys, dvalues = stage_backward(stages.local, *_with_local(buffers[0], k, v))
+        dkeys, dvalues = _stage_backward(layer, stages.local, *_with_local(buffers[0], k, v))
         received = buffers[0].shape[0]
         returns.append(_return(stages, 0, dkeys[:received], dvalues[:received], k.dtype))
         dk, dv = dkeys[received:], dvalues[received:]
     else:
         for wave, (stage, buffer) in enumerate(zip(stages.remote, buffers, strict=True)):
-            dkeys, dvalues = stage_backward(stage, *_split(buffer, k, v))
+            dkeys, dvalues = _stage_backward(layer, stage, *_split(buffer, k, v))
             returns.append(_return(stages, wave, dkeys, dvalues, k.dtype))
-        dk, dv = stage_backward(stages.local, k, v)
+        dk, dv = _stage_backward(layer, stages.local, k, v)
+    if returns:
+        dk, dv = dk.to(wide), dv.to(wide)
     for exchange, wave in zip(stages.exchanges, returns, strict=True):
         returned_k, returned_v = _split(wave.wait(), k, v)
         exchange.accumulate(dk, returned_k)
         exchange.accumulate(dv, returned_v)
-    return dq, dk, dv
+    return dk, dv
+
+
+def _stage_backward(
+    layer: BackwardPass, stage: Stage, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if stage.empty:
+        return torch.zeros_like(keys), torch.zeros_like(values)
+    return layer.stage(stage.rows, keys, values, stage.mask)
 
 
 def _first_stage(
@@ -172,17 +159,16 @@ def _first_stage(
     stage: Stage,
     kernel: Any,
     scale: float,
-    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the stage that covers every query (each sees itself): nothing to merge with yet."""
     if stage.rows == slice(0, q.shape[0]) and not stage.empty:
-        out, lse = kernel.forward(q, k, v, stage.mask, scale)
-        return out.to(dtype), lse
+        return kernel.forward(q, k, v, stage.mask, scale)
     if q.shape[0]:
         raise ValueError(
             f"the plan's own stage covers queries {stage.q_begin}:{stage.q_end} of {q.shape[0]}; "
             "every token sees itself: the plan does not belong to this shard"
         )
+    dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_zeros(0, q.shape[1], v.shape[2], dtype=dtype), q.new_zeros(
         0, q.shape[1], dtype=dtype
     )

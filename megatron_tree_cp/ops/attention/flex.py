@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from megatron_tree_cp.ops.attention.block_mask import tile_classes
+from megatron_tree_cp.ops.attention.block_mask import block_tables
 from megatron_tree_cp.ops.attention.interval_mask import IntervalMask
 
 BLOCK = 128
@@ -79,23 +79,11 @@ def backward(
 def block_mask(mask: IntervalMask) -> BlockMask:
     """FlexAttention's block mask of an interval mask, tables on the mask's device.
 
-    Extents are padded to `MIN_ROWS`. The ragged last tile of either axis counts as partial, so that
-    the kernel checks its bounds.
+    Extents are padded to `MIN_ROWS`.
     """
     padded = _padded(mask)
-    classes = tile_classes(padded, BLOCK, BLOCK)
-    full = classes.full.clone()
-    if padded.num_queries % BLOCK:
-        full[-1] = False
-    if padded.num_keys % BLOCK:
-        full[:, -1] = False
-    partial_count, partial_index = _ordered(classes.touched & ~full)
-    full_count, full_index = _ordered(full)
     return BlockMask.from_kv_blocks(
-        partial_count,
-        partial_index,
-        full_count,
-        full_index,
+        *block_tables(padded, BLOCK, BLOCK),
         BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=_mask_mod(padded),
         seq_lengths=(padded.num_queries, padded.num_keys),
@@ -135,13 +123,6 @@ def _padded(mask: IntervalMask) -> IntervalMask:
         F.pad(k_positions, (0, keys)),
         mask.window,
     )
-
-
-def _ordered(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts int32[1, 1, rows] and column indices int32[1, 1, rows, columns], set ones first."""
-    counts = dense.sum(1, dtype=torch.int32)
-    order = torch.argsort(dense.to(torch.int8), dim=1, descending=True, stable=True)
-    return counts[None, None], order.to(torch.int32)[None, None]
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:

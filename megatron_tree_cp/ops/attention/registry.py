@@ -13,6 +13,7 @@ Gradients come in fp32, or fp64 for fp64 inputs, where lse is fp64 as well.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -48,6 +49,8 @@ class Implementation:
     module: str
     supports: Callable[[AttentionCase], str | None]
     in_auto: bool = True
+    repeatable: bool = True
+    """Gradients are bitwise repeatable (forward always is)."""
 
     def load(self) -> ModuleType:
         """Import the kernel module; deferred, since some need a GPU's packages."""
@@ -71,26 +74,64 @@ def _flex(case: AttentionCase) -> str | None:
     return None
 
 
+FLASH_VERSIONS = ("4.0.0b5",)
+"""Releases of flash-attn-4 whose kernels flash.py drives; others move what it calls."""
+
+_FLASH_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+
+
+def _flash(case: AttentionCase) -> str | None:
+    if case.device_type != "cuda" or not torch.cuda.is_available():
+        return "needs a CUDA device"
+    if torch.cuda.get_device_capability() != (9, 0):
+        major, minor = torch.cuda.get_device_capability()
+        return f"is built for Hopper (capability 9.0), this device has {major}.{minor}"
+    try:
+        version = importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        return "needs flash-attn-4: install megatron-tree-cp[gpu]"
+    if version not in FLASH_VERSIONS:
+        return f"drives flash-attn-4 {', '.join(FLASH_VERSIONS)}, found {version}"
+    if case.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes fp16 and bf16, got {case.dtype}"
+    dims = (case.head_dim, case.value_dim)
+    if dims not in _FLASH_DIMS:
+        known = ", ".join(f"{a}/{b}" for a, b in _FLASH_DIMS)
+        return f"has head dims {known}, got {dims[0]}/{dims[1]}"
+    if dims[0] != dims[1] and case.query_heads != case.kv_heads:
+        return f"needs equal heads for head dims {dims[0]}/{dims[1]}"
+    return None
+
+
 # Fastest first: `auto` takes the first that supports the case.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    Implementation("flash", "flash", _flash, repeatable=False),
     Implementation("flex", "flex", _flex),
     Implementation("tiled", "tiled", _any_float),
     Implementation("reference", "reference", _any_float, in_auto=False),
 )
 
 
+AUTOMATIC = ("auto", "repeatable")
+"""Not names of kernels: the fastest that supports the case, of all or of the repeatable ones."""
+
+
 def select(case: AttentionCase, impl: str = "auto") -> Implementation:
-    """Return the implementation `impl`, or the fastest that supports the case for `auto`.
+    """Return the implementation `impl`, or the fastest that supports the case.
+
+    `auto` takes the fastest, `repeatable` the fastest whose gradients are bitwise repeatable.
 
     Raises:
         ValueError: `impl` is unknown, or cannot do the case (reason and alternatives named).
     """
-    if impl == "auto":
-        for candidate in IMPLEMENTATIONS:
-            if candidate.in_auto and candidate.supports(case) is None:
+    if impl in AUTOMATIC:
+        passed = []
+        for candidate in _candidates():
+            reason = _passed_over(candidate, case, impl)
+            if reason is None:
                 return candidate
-        reasons = "; ".join(f"{c.name} {c.supports(case)}" for c in IMPLEMENTATIONS if c.in_auto)
-        raise ValueError(f"no attention implementation supports this case: {reasons}")
+            passed.append(f"{candidate.name} {reason}")
+        raise ValueError(f"no attention implementation supports this case: {'; '.join(passed)}")
     for candidate in IMPLEMENTATIONS:
         if candidate.name == impl:
             reason = candidate.supports(case)
@@ -101,19 +142,28 @@ def select(case: AttentionCase, impl: str = "auto") -> Implementation:
                 f"attention implementation {impl!r} {reason}; "
                 f"use one of: auto, {', '.join(able) or 'none supports this case'}"
             )
-    known = ", ".join(c.name for c in IMPLEMENTATIONS)
-    raise ValueError(f"unknown attention implementation {impl!r}; use auto or one of: {known}")
+    known = ", ".join((*AUTOMATIC, *(c.name for c in IMPLEMENTATIONS)))
+    raise ValueError(f"unknown attention implementation {impl!r}; use one of: {known}")
+
+
+def _candidates() -> list[Implementation]:
+    return [candidate for candidate in IMPLEMENTATIONS if candidate.in_auto]
+
+
+def _passed_over(candidate: Implementation, case: AttentionCase, impl: str) -> str | None:
+    if impl == "repeatable" and not candidate.repeatable:
+        return "sums gradients in an order that changes"
+    return candidate.supports(case)
 
 
 def describe_choice(case: AttentionCase, impl: str = "auto") -> str:
     """One line for the start-up table: the choice and why faster candidates were passed over."""
     chosen = select(case, impl)
-    if impl != "auto":
+    if impl not in AUTOMATIC:
         return f"{chosen.name} (requested)"
     passed = []
-    for candidate in IMPLEMENTATIONS:
+    for candidate in _candidates():
         if candidate is chosen:
             break
-        if candidate.in_auto:
-            passed.append(f"{candidate.name} {candidate.supports(case)}")
-    return f"{chosen.name} (auto{''.join('; ' + text for text in passed)})"
+        passed.append(f"{candidate.name} {_passed_over(candidate, case, impl)}")
+    return f"{chosen.name} ({'; '.join([impl, *passed])})"

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from megatron_tree_cp.plan.stages import StagePlan
 
 
+QUERY_ALIGNMENT = 128
+"""A stage's first query in the shard is a multiple of this; rows before the first reached one see
+no key."""
+
+
 @dataclass(frozen=True, eq=False)
 class Stage:
     """One kernel call: queries `[q_begin, q_end)` of the shard over the keys of a buffer.
@@ -81,7 +86,9 @@ def attention_stages(ctx: TreeContext, window: int | None) -> AttentionStages:
 
 
 def _stage(ctx: TreeContext, plan: StagePlan, window: int | None) -> Stage:
-    q_begin, q_end = plan.query_range
+    # Kernels that share a row-wise accumulator between stages find a stage's rows by tile.
+    q_begin = plan.query_range[0] // QUERY_ALIGNMENT * QUERY_ALIGNMENT
+    q_end = plan.query_range[1]
     # One upload a stage: (lo, hi, positions) of every key.
     packed = upload(np.stack(plan.keys.expand()[:3]).astype(np.int32), ctx.device)
     # A diagonal range's lo may pass its hi inside a tail; kernels want 0 <= lo, hi <= queries.

@@ -1,0 +1,318 @@
+"""Tree attention through FlashAttention-4's CuTe kernels on Hopper, called directly.
+
+Forward is one block-sparse call a stage. Backward shares its row-wise work between the stages of a
+layer: one preprocess (D, LSE in base 2, a zeroed fp32 dQ accumulator), every stage's kernel under
+the *global* LSE and D into that accumulator, one postprocess. No autograd is nested, and no stage
+needs its own softmax again.
+
+A stage's queries start at a multiple of `QUERY_TILE` (see stages.py), so that its slice of the
+accumulator begins at a tile.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+import torch.nn.functional as F
+from flash_attn.cute import interface, utils
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch, to_cute_block_sparse_tensors
+from flash_attn.cute.cute_dsl_utils import to_cute_tensor, torch2cute_dtype_map
+from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
+
+from megatron_tree_cp.ops.attention.block_mask import block_tables
+from megatron_tree_cp.ops.attention.interval_mask import IntervalMask
+
+QUERY_TILE = 128
+_BACKWARD_QUERY_TILE = 64
+_HIDDEN = 2**30
+
+
+@cute.jit
+def _interval(batch, head, query, key, seqlen, aux):
+    """lo[key] <= query < hi[key]."""
+    lo = utils.scalar_to_ssa(aux[0][key[0]], cutlass.Int32)
+    hi = utils.scalar_to_ssa(aux[1][key[0]], cutlass.Int32)
+    return (lo <= query) & (query < hi)
+
+
+@cute.jit
+def _interval_in_window(batch, head, query, key, seqlen, aux):
+    """The interval, and position(query) < position(key) + window."""
+    lo = utils.scalar_to_ssa(aux[0][key[0]], cutlass.Int32)
+    hi = utils.scalar_to_ssa(aux[1][key[0]], cutlass.Int32)
+    position = utils.scalar_to_ssa(aux[2][query[0]], cutlass.Int32)
+    limit = utils.scalar_to_ssa(aux[3][key[0]], cutlass.Int32)
+    return (lo <= query) & (query < hi) & (position < limit)
+
+
+class _StageTables(NamedTuple):
+    """What the kernels read of one mask, built once a row."""
+
+    mask_mod: Any
+    aux: list[torch.Tensor]
+    forward: BlockSparseTensorsTorch
+    backward: BlockSparseTensorsTorch
+
+
+def _tables(mask: IntervalMask, dim: int, value_dim: int) -> _StageTables:
+    def build() -> _StageTables:
+        config = interface._tile_size_fwd_sm90(dim, value_dim, False, False, True)
+        key_tile = _backward_config(dim, value_dim).n_block_size
+        # Tiles may look up rows past the extents: those read entries that hide them.
+        keys = -mask.num_keys % 256
+        aux = [F.pad(mask.lo, (0, keys), value=_HIDDEN), F.pad(mask.hi, (0, keys))]
+        if mask.window is not None:
+            q_positions, k_positions = mask.window_positions
+            aux.append(F.pad(q_positions, (0, -mask.num_queries % 256)))
+            aux.append(F.pad(k_positions + mask.window, (0, keys)))
+        return _StageTables(
+            _interval if mask.window is None else _interval_in_window,
+            aux,
+            _sparse(mask, config.m_block_size, config.n_block_size, by_key=False),
+            _sparse(mask, QUERY_TILE, key_tile, by_key=True),
+        )
+
+    return mask.cached(("flash", dim, value_dim), build)
+
+
+def _sparse(mask: IntervalMask, q_tile: int, k_tile: int, by_key: bool) -> BlockSparseTensorsTorch:
+    tables = block_tables(mask, q_tile, k_tile, by_key=by_key)
+    return BlockSparseTensorsTorch(*tables, block_size=(q_tile, k_tile))
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: IntervalMask, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Local kernel: out [Tq, Hq, Dv] in q's dtype and lse fp32 [Tq, Hq]; see registry."""
+    tables = _tables(mask, q.shape[2], v.shape[2])
+    out, lse = interface._flash_attn_fwd(
+        q[None],
+        k[None],
+        v[None],
+        softmax_scale=scale,
+        mask_mod=tables.mask_mod,
+        block_sparse_tensors=tables.forward,
+        return_lse=True,
+        aux_tensors=tables.aux,
+    )
+    return out[0], lse[0].t()
+
+
+class BackwardPass:
+    """Backward of one layer on one rank: `stage` for each stage, then `dq`.
+
+    Args:
+        dout, q, out: [n, Hq, .] of the shard's real rows; lse [n, Hq] global, the sink included.
+        dlse: [n, Hq] gradient of lse, or None.
+    """
+
+    def __init__(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dlse: torch.Tensor | None,
+        scale: float,
+    ) -> None:
+        self.dout, self.q, self.scale = dout.contiguous(), q.contiguous(), scale
+        rows, heads, self.dim = q.shape
+        self.value_dim = out.shape[2]
+        padded = -(-rows // QUERY_TILE) * QUERY_TILE
+        self.width = -(-self.dim // 32) * 32
+        empty = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
+        self.dq_accumulator = empty(1, heads, padded * self.width)
+        self.mean, self.lse_base2 = empty(1, heads, padded), empty(1, heads, padded)
+        interface._bwd_preprocess(
+            out.contiguous()[None],
+            self.dout[None],
+            self.mean,
+            lse.t().contiguous()[None],
+            self.lse_base2,
+            self.dq_accumulator,
+            None,
+            None,
+            None if dlse is None else dlse.t().contiguous()[None],
+            torch2cute_dtype_map[q.dtype],
+            self.dim,
+            self.value_dim,
+            _BACKWARD_QUERY_TILE,
+        )
+
+    @property
+    def delta(self) -> torch.Tensor:
+        """rowsum(dout * out) - dlse, fp32 [n, Hq]."""
+        return self.mean[0, :, : self.q.shape[0]].t()
+
+    def stage(
+        self, rows: slice, k: torch.Tensor, v: torch.Tensor, mask: IntervalMask
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """dK [K, Hkv, D] and dV [K, Hkv, Dv] of one stage, in the dtype of k and v."""
+        begin, end = rows.start, rows.start + -(-(rows.stop - rows.start) // 64) * 64
+        tables = _tables(mask, self.dim, self.value_dim)
+        gradients = _KeyGradients.empty(k, v, self.q.shape[1] // k.shape[1])
+        arguments = (
+            self.q[rows][None],
+            k[None],
+            v[None],
+            self.dout[rows][None],
+            self.lse_base2[:, :, begin:end],
+            self.mean[:, :, begin:end],
+            self.dq_accumulator[:, :, begin * self.width : end * self.width],
+            *gradients.targets,
+        )
+        # All heads share the tables: views that do not move along the head dimension.
+        heads = self.q.shape[1]
+        sparse = BlockSparseTensorsTorch(
+            *(t.expand(1, heads, *t.shape[2:]) for t in tables.backward[:4]),
+            block_size=tables.backward.block_size,
+        )
+        kernel = _kernel(arguments, tables, sparse, self.scale)
+        kernel(*arguments, self.scale, *_UNUSED, tables.aux, sparse[:4])
+        return gradients.finish(self.scale)
+
+    def dq(self) -> torch.Tensor:
+        """dQ [n, Hq, D] in q's dtype, of all stages."""
+        config = _backward_config(self.dim, self.value_dim)
+        dq = torch.empty_like(self.q)
+        threads = 128 if config.dQ_single_wg else config.num_wg * 128
+        interface._bwd_postprocess_convert(
+            self.dq_accumulator,
+            dq[None],
+            self.scale,
+            None,
+            None,
+            interface._get_device_arch(),
+            torch2cute_dtype_map[dq.dtype],
+            self.dim,
+            _BACKWARD_QUERY_TILE,
+            threads,
+            config.AtomLayoutMdQ,
+            False,
+        )
+        return dq
+
+
+class _KeyGradients(NamedTuple):
+    """dK and dV of a stage: written directly, or summed over a group's heads in fp32 first."""
+
+    dk: torch.Tensor
+    dv: torch.Tensor
+    accumulators: tuple[torch.Tensor, torch.Tensor] | None
+
+    @classmethod
+    def empty(cls, k: torch.Tensor, v: torch.Tensor, group: int) -> _KeyGradients:
+        dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+        dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        if group == 1:
+            return cls(dk, dv, None)
+        tile = _backward_config(k.shape[2], v.shape[2]).n_block_size
+        rows = -(-k.shape[0] // tile) * tile
+        sums = tuple(
+            torch.zeros(1, x.shape[1], rows * (-(-x.shape[2] // 32) * 32), device=x.device)
+            for x in (k, v)
+        )
+        return cls(dk, dv, sums)
+
+    @property
+    def targets(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the kernel writes to."""
+        return self.accumulators or (self.dk[None], self.dv[None])
+
+    def finish(self, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.accumulators is not None:
+            config = _backward_config(self.dk.shape[2], self.dv.shape[2])
+            for total, target, factor in zip(
+                self.accumulators, (self.dk, self.dv), (scale, 1.0), strict=True
+            ):
+                interface._bwd_postprocess_convert(
+                    total,
+                    target[None],
+                    factor,
+                    None,
+                    None,
+                    interface._get_device_arch(),
+                    torch2cute_dtype_map[target.dtype],
+                    target.shape[2],
+                    config.n_block_size,
+                    config.num_wg * 128,
+                    config.AtomLayoutNdKV,
+                    config.dKV_swapAB,
+                )
+        return self.dk, self.dv
+
+
+def _backward_config(dim: int, value_dim: int) -> Any:
+    """The package's Hopper tiles, with the 64 query rows of its block-sparse backward."""
+    config = interface._tile_size_bwd_sm90(dim, value_dim, False, False)
+    # Its head-dim-64 tiles split 128 query rows over two warp groups; 64 rows go to one.
+    return config.__class__(
+        **{
+            **{name: getattr(config, name) for name in config.__dataclass_fields__},
+            "m_block_size": _BACKWARD_QUERY_TILE,
+            "dQ_swapAB": False,
+            "AtomLayoutMdQ": 1,
+        }
+    )
+
+
+_compiled: dict[tuple, Any] = {}
+"""Backward kernels of this process by what they are specialised on; lengths are runtime values."""
+
+
+_UNUSED = (None,) * 10
+"""Sequence offsets and lengths, soft cap, window sizes and semaphores, none of which we have."""
+
+
+def _kernel(
+    arguments: tuple[torch.Tensor, ...],
+    tables: _StageTables,
+    sparse: BlockSparseTensorsTorch,
+    scale: float,
+) -> Any:
+    q, k, v = arguments[:3]
+    windowed = tables.mask_mod is _interval_in_window
+    key = (q.dtype, q.shape[3], v.shape[3], q.shape[2] // k.shape[2], windowed)
+    if key not in _compiled:
+        config = _backward_config(q.shape[3], v.shape[3])
+        kernel = FlashAttentionBackwardSm90(
+            torch2cute_dtype_map[q.dtype],
+            q.shape[3],
+            v.shape[3],
+            q.shape[2] // k.shape[2],
+            False,
+            is_local=False,
+            deterministic=False,
+            tile_m=_BACKWARD_QUERY_TILE,
+            tile_n=config.n_block_size,
+            Q_stage=config.num_stages_Q,
+            dO_stage=config.num_stages_dO,
+            PdS_stage=config.num_stages_PdS,
+            SdP_swapAB=config.SdP_swapAB,
+            dKV_swapAB=config.dKV_swapAB,
+            dQ_swapAB=config.dQ_swapAB,
+            AtomLayoutMSdP=config.AtomLayoutMSdP,
+            AtomLayoutNdKV=config.AtomLayoutNdKV,
+            AtomLayoutMdQ=config.AtomLayoutMdQ,
+            num_threads=(config.num_wg + 1) * 128,
+            mask_mod=tables.mask_mod,
+            has_aux_tensors=True,
+            subtile_factor=QUERY_TILE // _BACKWARD_QUERY_TILE,
+            dQ_single_wg=config.dQ_single_wg,
+        )
+        aux = [to_cute_tensor(x, assumed_align=None, fully_dynamic=True) for x in tables.aux]
+        _compiled[key] = cute.compile(
+            kernel,
+            *(to_cute_tensor(x) for x in arguments),
+            scale,
+            *_UNUSED,
+            aux,
+            to_cute_block_sparse_tensors(sparse),
+            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+            options="--enable-tvm-ffi",
+        )
+    return _compiled[key]
