@@ -83,7 +83,8 @@ class HaloPlan(ArrayValue):
         row = row[row >= 0]
         source = runs.owner[self.recurrence.run_of(row)]
         row, source = row[source != rank], source[source != rank]
-        return row[np.lexsort((row, source))]
+        received: Array = row[np.lexsort((row, source))]
+        return received
 
     def rank(self, rank: int) -> RankHalo:
         """The taps of ``rank``'s tokens."""

@@ -292,16 +292,9 @@ class RecurrencePlan(ArrayValue):
     def _head_rank(self) -> Array:
         return self.runs.owner[self.heads]
 
-    def _is_final(self, export: Array) -> Array:
-        return self._above[1][export] < 0
-
     def _transfer_bank(self, rank: int) -> list[tuple[str, int]]:
-        own = np.flatnonzero((self._export_rank == rank) & ~self._is_final(np.arange(self._n)))
+        own = np.flatnonzero((self._export_rank == rank) & (self._above[1] >= 0))
         return [("M", int(e)) for e in own]
-
-    @property
-    def _n(self) -> int:
-        return len(self.exports)
 
     def _state_bank(self, rank: int) -> list[tuple[str, int]]:
         return [("E", int(e)) for e in np.flatnonzero(self._export_rank == rank)]
@@ -315,7 +308,7 @@ class RecurrencePlan(ArrayValue):
         needs = set()
         for rank, e in {(int(r), int(e)) for r, e in zip(ranks[away], export[away], strict=True)}:
             needs.add((rank, ("E", e)))
-            if not self._is_final(np.int64(e)):
+            if self._above[1][e] >= 0:
                 needs.add((rank, ("M", e)))
         return needs
 

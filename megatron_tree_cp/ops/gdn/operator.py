@@ -87,10 +87,10 @@ def _reference(
     initial_state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
-    real = (x[: ctx.num_real].to(dtype) for x in (q, k, v, g, beta))
+    rq, rk, rv, rg, rbeta = (x[: ctx.num_real].to(dtype) for x in (q, k, v, g, beta))
     initial = None if initial_state is None else initial_state.to(dtype)
     parents = token_parents(ctx)
-    out, states = reference.gated_delta_rule(*real, parents, scale, norm, initial)
+    out, states = reference.gated_delta_rule(rq, rk, rv, rg, rbeta, parents, scale, norm, initial)
     padding = v.new_zeros(ctx.num_tokens - ctx.num_real, *v.shape[1:])
     return torch.cat([out.to(q.dtype), padding]), states[leaf_ends(ctx.plan.tree)]
 

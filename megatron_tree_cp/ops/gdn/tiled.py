@@ -10,7 +10,8 @@ Shapes: NB blocks of C tokens (rows past a run's end are 0: no decay, no write),
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -52,7 +53,7 @@ class Prepared:
     gradients: torch.Tensor | None = None
     """[NB, Hv, Dk, Dv]: gradient of the state after each block."""
 
-    direct: tuple[torch.Tensor, torch.Tensor] | None = field(default=None)
+    direct: tuple[torch.Tensor, torch.Tensor] | None = None
     """Through the block's own outputs: gradient of the state before it, and of its writes."""
 
     saved: Tensors = ()
@@ -73,11 +74,9 @@ def prepare(
     """State-free work of all tokens [n, ...] of a shard."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     inputs = tuple(_to_blocks(x.to(dtype), tables) for x in (q, k, v, g, beta))
-    maps = _block_maps(*inputs, scale, norm)
-    u = maps[3]
-    return Prepared(
-        tables, inputs, scale, norm, *maps, states=u.new_zeros(_state_shape(tables, *maps[2:4]))
-    )
+    read, keys, w, u, scores, decay = _block_maps(inputs, scale, norm)
+    states = u.new_zeros(tables.num_blocks, u.shape[1], w.shape[3], u.shape[3])
+    return Prepared(tables, inputs, scale, norm, read, keys, w, u, scores, decay, states)
 
 
 def pass_states(
@@ -156,7 +155,7 @@ def token_gradients(prep: Prepared, dout: torch.Tensor) -> Tensors:
     dout_blocks = _to_blocks(dout.to(prep.u.dtype), prep.tables).transpose(1, 2)
     with torch.enable_grad():
         inputs = tuple(x.detach().requires_grad_() for x in prep.inputs)
-        read, keys, w, u, scores, decay = _block_maps(*inputs, prep.scale, prep.norm)
+        read, keys, w, u, scores, decay = _block_maps(inputs, prep.scale, prep.norm)
         writes = u - w @ prep.states
         out = read @ prep.states + scores @ writes
         end = decay[:, :, None, None] * prep.states + keys.mT @ writes
@@ -164,16 +163,9 @@ def token_gradients(prep: Prepared, dout: torch.Tensor) -> Tensors:
     return tuple(_from_blocks(grad, prep.tables) for grad in grads)
 
 
-def _block_maps(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
-    norm: bool,
-) -> Tensors:
+def _block_maps(inputs: Tensors, scale: float, norm: bool) -> Tensors:
     """(read, keys, w, u, scores, decay) of every block, differentiable."""
+    q, k, v, g, beta = inputs
     if norm:
         q, k = l2norm(q), l2norm(k)
     group = v.shape[2] // k.shape[2]
@@ -210,7 +202,7 @@ def _enter(
     slots: StateSlots,
     states: torch.Tensor,
     start: torch.Tensor | None = None,
-):
+) -> Iterator[tuple[Level, torch.Tensor, Iterator[tuple[int, torch.Tensor]]]]:
     """Each level with its incoming states and its chunks: (runs that have it, their blocks)."""
     offsets = prep.tables.block_offsets.long()
     for level in levels:
@@ -230,10 +222,6 @@ def _enter(
 def _leave(level: Level, slots: StateSlots, states: torch.Tensor, state: torch.Tensor) -> None:
     write = slots.write[level.runs.long()].long()
     states[write[write >= 0]] = state[write >= 0]
-
-
-def _state_shape(tables: RecurrenceTables, w: torch.Tensor, u: torch.Tensor) -> tuple[int, ...]:
-    return (tables.num_blocks, u.shape[1], w.shape[3], u.shape[3])
 
 
 def _block_tokens(tables: RecurrenceTables) -> torch.Tensor:
