@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ..tree.errors import InputError
+
 BACKENDS = ("te", "tree")
 ATTENTION_IMPLS = ("auto", "repeatable", "reference", "tiled", "flex", "flash")
 
@@ -50,6 +52,22 @@ def requested_backend(argv: Sequence[str]) -> str:
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     peek.add_argument("--context-parallel-backend", default="te")
     return peek.parse_known_args(list(argv))[0].context_parallel_backend
+
+
+def stock_options(argv: Sequence[str]) -> list[str]:
+    """An argument list for Megatron's own parser, without the options of the entry point.
+
+    Raises InputError for any other option of a tree run: nothing would read it.
+    """
+    entry = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    entry.add_argument("--context-parallel-backend")
+    entry.add_argument("--tree-cpu", action="store_true")
+    rest = entry.parse_known_args(list(argv))[1]
+    tree = add_tree_arguments(argparse.ArgumentParser(add_help=False), argv=())
+    for word in rest:
+        if word.partition("=")[0] in tree._option_string_actions:
+            raise InputError(f"{word} needs --context-parallel-backend tree: add it or drop {word}")
+    return rest
 
 
 def add_tree_arguments(

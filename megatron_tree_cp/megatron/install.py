@@ -2,10 +2,115 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import inspect
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+import torch.distributed as dist
+
+from ..tree.errors import InputError
+from .arguments import add_tree_arguments, requested_backend
+from .run_config import expand_tree_config
 from .trainer import TreeTrainer
+from .tree_model import apply_tree, plan_recipe
+from .validation import validate_args_of_tree_run
+from .wheel import allow_wheel_install
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What ``install`` put in the place of Megatron's own."""
+
+    pretrain: Callable[..., Any]
+    """In the place of ``megatron.training.pretrain``; takes the same arguments, trains on trees."""
+
+    replaced: tuple[str, ...]
+    """Dotted names in Megatron that now lead through this package."""
+
+
+def install(exit_on_bad_input: bool = True) -> Installed:
+    """Give this process's Megatron the tree options, and the tree where they ask for it.
+
+    Call it before arguments are parsed; a script that has imported ``pretrain`` already takes it
+    from the result. ``--tree-config`` in ``sys.argv`` is replaced by the file's options. With
+    ``--context-parallel-backend te`` the options are there and everything else is Megatron's.
+    Bad input ends the process with one line and exit code 2, or raises InputError where
+    ``exit_on_bad_input`` is False. Idempotent.
+    """
+    import megatron.training
+    from megatron.training import arguments, training
+
+    done = getattr(training.pretrain, "tree_installed", None)
+    if done is not None:
+        return done
+    ending = _exits_on_bad_input if exit_on_bad_input else _passes_bad_input_on
+    with ending():
+        sys.argv[1:] = expand_tree_config(sys.argv[1:])
+    if requested_backend(sys.argv[1:]) == "tree":
+        allow_wheel_install()
+
+    stock_add, stock_validate, stock_pretrain = (
+        arguments.add_megatron_arguments,
+        arguments.validate_args,
+        training.pretrain,
+    )
+
+    @functools.wraps(stock_add)
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return add_tree_arguments(stock_add(parser))
+
+    @functools.wraps(stock_validate)
+    def validate_args(args: Namespace, defaults: dict[str, Any] | None = None) -> Namespace:
+        if args.context_parallel_backend != "tree":
+            return stock_validate(args, defaults or {})
+        with ending():
+            return validate_args_of_tree_run(stock_validate, args, defaults or {})
+
+    @functools.wraps(stock_pretrain)
+    def pretrain(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        if get_args().context_parallel_backend != "tree":
+            return stock_pretrain(*args, **kwargs)
+        with ending():
+            return _tree_pretrain(stock_pretrain, get_args(), args, kwargs)
+
+    installed = Installed(
+        pretrain,
+        (
+            "megatron.training.arguments.add_megatron_arguments",
+            "megatron.training.arguments.validate_args",
+            "megatron.training.pretrain",
+            "megatron.training.training.pretrain",
+        ),
+    )
+    pretrain.tree_installed = installed
+    arguments.add_megatron_arguments = add_megatron_arguments
+    arguments.validate_args = validate_args
+    training.pretrain = megatron.training.pretrain = pretrain
+    return installed
+
+
+def _tree_pretrain(stock: Callable[..., Any], args: Namespace, given: tuple, more: dict) -> Any:
+    """Megatron's ``pretrain`` with the tree's model, data, forward step and log."""
+    call = inspect.signature(stock).bind(*given, **more)
+    model = call.arguments["cfg_container"].model
+    apply_tree(model, args)
+    trainer = TreeTrainer(args, plan_recipe(args, model))
+    install_log(trainer)
+    call.arguments["train_valid_test_dataset_provider"] = trainer
+    call.arguments["forward_step_func"] = trainer.forward_step
+    result = stock(*call.args, **call.kwargs)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    return result
 
 
 def install_log(trainer: TreeTrainer) -> None:
@@ -24,3 +129,17 @@ def install_log(trainer: TreeTrainer) -> None:
         return result
 
     training.training_log = training_log
+
+
+@contextmanager
+def _exits_on_bad_input() -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        print(f"megatron_tree_cp: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+@contextmanager
+def _passes_bad_input_on() -> Iterator[None]:
+    yield

@@ -8,10 +8,13 @@ Megatron would get silently wrong on unequal shards or shared prefixes is let th
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..tree.errors import InputError
+from ..tree.tokenizers import load_tokenizer
+from .arguments import TREE_ARGS_DEFAULTS
 from .refusals import REFUSALS
 
 
@@ -34,6 +37,8 @@ def prepare_tree_args(args: Namespace) -> None:
     _refuse(args)
     _check_lengths(args)
     _check_resume(args)
+    if args.vocab_size is None:
+        args.vocab_size = load_tokenizer(args.tree_tokenizer).vocab_size
 
 
 def validate_tree_args(args: Namespace) -> None:
@@ -51,31 +56,20 @@ def validate_tree_args(args: Namespace) -> None:
         print("tree run sets " + ", ".join(f"{k}={v}" for k, v in changed.items()), flush=True)
 
 
-def parse_tree_args() -> Namespace:
-    """Parse ``sys.argv`` as Megatron does, with the tree options, checks and settings.
+def validate_args_of_tree_run(
+    stock: Callable[..., Any], args: Namespace, defaults: dict[str, Any]
+) -> Namespace:
+    """Megatron's ``validate_args`` (``stock``) between the tree's own checks and settings.
 
-    Takes the place of ``megatron.training.arguments.parse_and_validate_args`` in an entry point.
-    Raises InputError with one line for every bad option, Megatron's own assertions included; with
-    ``--context-parallel-backend te`` it does exactly what Megatron does.
+    Raises InputError with one line for every bad option, Megatron's own assertions included.
     """
-    from megatron.training import arguments as megatron_arguments
-    from megatron.training.global_vars import set_global_variables
-
-    from .arguments import TREE_ARGS_DEFAULTS, add_tree_arguments
-
-    args = megatron_arguments.parse_args(add_tree_arguments)
-    if args.context_parallel_backend != "tree":
-        megatron_arguments.validate_args(args)
-        set_global_variables(args)
-        return args
     prepare_tree_args(args)
     try:
-        megatron_arguments.validate_args(args, TREE_ARGS_DEFAULTS)
+        stock(args, {**defaults, **TREE_ARGS_DEFAULTS})
     except (AssertionError, ValueError) as error:
         reason = " ".join(str(error).split()) or "an assertion of Megatron's argument checks failed"
         raise InputError(f"Megatron refuses the arguments: {reason}") from error
     validate_tree_args(args)
-    set_global_variables(args)
     return args
 
 

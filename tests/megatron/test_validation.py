@@ -8,8 +8,8 @@ import pytest
 
 from megatron_tree_cp.megatron.arguments import add_tree_arguments
 from megatron_tree_cp.megatron.validation import (
-    parse_tree_args,
     prepare_tree_args,
+    validate_args_of_tree_run,
     validate_tree_args,
 )
 from megatron_tree_cp.tree.errors import InputError
@@ -137,8 +137,12 @@ def test_optimizer_state_that_cannot_be_loaded(tmp_path):
         (("--attention-backend", "local"), "use --tree-attention-impl"),
     ],
 )
-def test_megatrons_own_assertions_become_one_line(argv, message, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["pretrain", *BASE, *argv])
+def test_megatrons_own_assertions_become_one_line(argv, message):
+    from megatron.training.arguments import parse_args, validate_args
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["pretrain", *BASE, *argv])
+        args = parse_args(add_tree_arguments)
     with pytest.raises(InputError) as error:
-        parse_tree_args()
+        validate_args_of_tree_run(validate_args, args, {})
     assert message in str(error.value) and "\n" not in str(error.value)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megatron_tree_cp.megatron.run import parse, plan_recipe
+from megatron_tree_cp.megatron.run import parse
 from megatron_tree_cp.megatron.trainer import TreeTrainer
+from megatron_tree_cp.megatron.tree_model import plan_recipe
 from megatron_tree_cp.tree.objective import trained_tokens, weigh_trajectories
 from megatron_tree_cp.tree.readers import read_rollouts
 from megatron_tree_cp.tree.tokenizers import load_tokenizer
@@ -74,16 +75,14 @@ def run_alone(argv: list[str]) -> None:
     """`pretrain()` with the stock local spec at CP1, one process."""
     from megatron.core.enums import ModelType
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.training import pretrain
+    from megatron.training import pretrain  # the stock one: parsing installs the tree's
     from megatron.training.argument_utils import (
         gpt_config_from_args,
         pretrain_cfg_container_from_args,
     )
 
     from megatron_tree_cp.megatron.install import install_log
-    from megatron_tree_cp.megatron.wheel import allow_wheel_install
 
-    allow_wheel_install()
     args = parse(argv)
     model = gpt_config_from_args(args)
     model.transformer_layer_spec = get_gpt_layer_local_spec(

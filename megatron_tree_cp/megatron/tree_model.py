@@ -1,0 +1,67 @@
+"""Megatron's model configs with tree layers, and what rows of such a model are planned for."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from functools import partial
+from typing import Any
+
+from ..tree.errors import InputError
+from .model_shape import model_shape_from_config
+from .rope import install_tree_rope
+from .rows import PlanRecipe
+from .specs import make_tree_hybrid_stack_spec, tree_gpt_layer_spec
+
+
+def model_config_from_args(args: Namespace) -> Any:
+    """The GPTModelConfig or, with a layer pattern, HybridModelConfig that a stock script builds.
+
+    Raises InputError with one line for what Megatron's config classes refuse.
+    """
+    from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
+
+    build = hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
+    try:
+        return build(args)
+    except (AssertionError, ValueError) as error:
+        reason = " ".join(str(error).split()) or "an assertion of Megatron's model config failed"
+        raise InputError(f"Megatron refuses the model: {reason}") from error
+
+
+def apply_tree(model: Any, args: Namespace) -> None:
+    """Give a model config, as Megatron made it from ``args``, tree layers and tree positions.
+
+    Raises InputError for a config of another class, or one that contradicts the arguments.
+    """
+    from megatron.training.models.gpt import GPTModelConfig
+    from megatron.training.models.hybrid import HybridModelConfig
+
+    kind, impl = type(model), args.tree_attention_impl
+    if kind not in (GPTModelConfig, HybridModelConfig):
+        what = "a model provider" if model is None else kind.__name__
+        raise InputError(
+            f"the script builds its model by {what}: a tree run needs a GPTModelConfig or a "
+            "HybridModelConfig, as pretrain_gpt.py and pretrain_hybrid.py make them"
+        )
+    if kind is GPTModelConfig:
+        if args.hybrid_layer_pattern:
+            raise InputError("a GPT model has no --hybrid-layer-pattern: use pretrain_hybrid.py")
+        model.transformer_layer_spec = partial(tree_gpt_layer_spec, attention_impl=impl)
+        # Megatron's own conversion of arguments forgets it and keeps the default of 8.
+        model.rope_scaling_factor = args.rope_scaling_factor
+    else:
+        if not args.hybrid_layer_pattern:
+            raise InputError("a hybrid model has no layers: give --hybrid-layer-pattern")
+        model.hybrid_stack_spec = make_tree_hybrid_stack_spec(impl)
+    model.pre_wrap_hooks.append(install_tree_rope)
+
+
+def plan_recipe(args: Namespace, model: Any) -> PlanRecipe:
+    """What rows of this run are planned for."""
+    return PlanRecipe(
+        cp_size=args.context_parallel_size,
+        tp_size=args.tensor_model_parallel_size,
+        granule=args.tensor_model_parallel_size,
+        model=model_shape_from_config(model.transformer, args.hybrid_layer_pattern),
+        waves=None if args.tree_waves == "auto" else args.tree_waves,
+    )
