@@ -3,47 +3,12 @@
 import pytest
 import torch
 
-from megatron_tree_cp import ops
-from megatron_tree_cp.comm import TreeContext
 from megatron_tree_cp.ops.attention import flex, tiled
 from megatron_tree_cp.ops.attention.interval_mask import IntervalMask
-from megatron_tree_cp.plan import LayerClass, ModelShape, plan_row
-from megatron_tree_cp.tree.packed_tree import PackedTree
+
+from .gpu_cases import SHAPES, WINDOW, context, random_tensors, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
-
-WINDOW = 96
-MODEL = ModelShape(classes=(LayerClass("global"), LayerClass("near", window=WINDOW)))
-# (query heads, KV heads, head dim, value dim)
-SHAPES = [(8, 2, 64, 64), (4, 1, 128, 128), (4, 2, 256, 256), (4, 4, 128, 64)]
-
-
-def _context(lengths, parents) -> TreeContext:
-    return TreeContext(plan_row(PackedTree(lengths, parents), 1, MODEL, granule=8), None, "cuda")
-
-
-def _run(ctx, tensors, impl, window, dtype):
-    inputs = [x.to(dtype).requires_grad_() for x in tensors[:4]]
-    q, k, v, sink = inputs
-    out, lse = ops.tree_attention(
-        q, k, v, ctx, window=window, sink=sink, return_lse=True, impl=impl
-    )
-    upstream = [tensors[4].to(dtype), tensors[5].to(lse.dtype)]
-    return [out, lse, *torch.autograd.grad([out, lse], inputs, upstream)]
-
-
-def _tensors(ctx, shape, seed):
-    heads, kv_heads, dim, value_dim = shape
-    generator = torch.Generator("cuda").manual_seed(seed)
-    sizes = [(heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim), (heads,)]
-    q, k, v, dout, dlse = (
-        torch.randn(ctx.num_tokens, *size, device="cuda", generator=generator) for size in sizes
-    )
-    for x in (q, k, v, dout, dlse):
-        x[ctx.num_real :] = float("nan")
-    sink = torch.randn(heads, device="cuda", generator=generator)
-    # What bf16 rounds is rounded for both implementations.
-    return [x.bfloat16().float() for x in (q, k, v, sink, dout, dlse)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -52,10 +17,10 @@ def _tensors(ctx, shape, seed):
 def test_matches_tiled(shape, window, dtype):
     if shape != SHAPES[0] and dtype == torch.float32 and window is not None:
         pytest.skip("fp32 with a window is covered by the first shape")
-    ctx = _context([700, 130, 1, 333, 90, 415], [-1, 0, 0, 0, 3, -1])
-    tensors = _tensors(ctx, shape, 0)
-    got = _run(ctx, tensors, "flex", window, dtype)
-    want = _run(ctx, tensors, "tiled", window, torch.float32)
+    ctx = context([700, 130, 1, 333, 90, 415], [-1, 0, 0, 0, 3, -1])
+    tensors = random_tensors(ctx, shape, 0)
+    got = run(ctx, tensors, "flex", window, dtype)
+    want = run(ctx, tensors, "tiled", window, torch.float32)
     tolerance = 4 * torch.finfo(torch.bfloat16).eps if dtype == torch.bfloat16 else 1e-5
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv", "dsink"), got, want, strict=True):
         if name != "dsink":
@@ -101,9 +66,9 @@ def test_no_compilation_when_lengths_change():
         lengths = torch.randint(1, 400, (6,), generator=generator).tolist()
         if seed % 4 == 0:
             lengths = [5, 1, 3, 2, 1, 4]  # shorter than one block
-        ctx = _context(lengths, [-1, 0, 0, -1, 3, 3])
+        ctx = context(lengths, [-1, 0, 0, -1, 3, 3])
         for window in (None, WINDOW):
-            _run(ctx, _tensors(ctx, (8, 2, 64, 64), seed), "flex", window, torch.bfloat16)
+            run(ctx, random_tensors(ctx, (8, 2, 64, 64), seed), "flex", window, torch.bfloat16)
 
     one_row(1)
     compiled = counters["stats"]["unique_graphs"]
@@ -113,8 +78,8 @@ def test_no_compilation_when_lengths_change():
 
 
 def test_backward_is_bitwise_repeatable():
-    ctx = _context([700, 130, 1, 333, 90, 415], [-1, 0, 0, 0, 3, -1])
-    tensors = _tensors(ctx, SHAPES[0], 0)
-    first = _run(ctx, tensors, "flex", None, torch.bfloat16)
-    for a, b in zip(first, _run(ctx, tensors, "flex", None, torch.bfloat16), strict=True):
+    ctx = context([700, 130, 1, 333, 90, 415], [-1, 0, 0, 0, 3, -1])
+    tensors = random_tensors(ctx, SHAPES[0], 0)
+    first = run(ctx, tensors, "flex", None, torch.bfloat16)
+    for a, b in zip(first, run(ctx, tensors, "flex", None, torch.bfloat16), strict=True):
         assert torch.equal(a, b)

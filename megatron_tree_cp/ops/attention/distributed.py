@@ -85,9 +85,8 @@ def forward_stages(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """All stages over the real rows of a shard, without the sink.
 
-    Returns out [n, Hq, Dv] (fp32 where stages were merged, fp64 for fp64, else as the kernel gives
-    it), lse [n, Hq] (fp32, fp64 for fp64) and the received KV buffers [num_recv, Hkv * (D + Dv)],
-    one per exchange.
+    Returns out [n, Hq, Dv] in the dtype that the kernel gives, lse [n, Hq] (fp32, fp64 for fp64)
+    and the received KV buffers [num_recv, Hkv * (D + Dv)], one per exchange.
     """
     pending = [exchange.start(k, v) for exchange in stages.exchanges]
     if stages.fused:
@@ -101,8 +100,6 @@ def forward_stages(
         buffer = wave.wait()
         buffers.append(buffer)
         if not stage.empty:
-            # Merging is done in fp32, however the kernel rounds a stage's output.
-            out = out.to(torch.promote_types(q.dtype, torch.float32))
             keys, values = _split(buffer, k, v)
             part_out, part_lse = kernel.forward(q[stage.rows], keys, values, stage.mask, scale)
             merge_into(out[stage.rows], lse[stage.rows], part_out, part_lse)

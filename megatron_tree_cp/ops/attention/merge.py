@@ -15,15 +15,22 @@ def merge_into(
 ) -> None:
     """Merge a stage's (part_out, part_lse) into the running (out, lse), in place.
 
-    Shapes [n, H, Dv] and [n, H]; `out` and `lse` are fp32 (fp64 for fp64 inputs) and may be views
-    of the rows that the stage reaches. Rows with `part_lse == -inf` (no key) stay bit for bit as
+    Shapes [n, H, Dv] and [n, H]; `out` has the dtype that the kernel gives, `lse` is fp32 (fp64 for
+    fp64 inputs); both may be views of the rows that the stage reaches. The maths is fp32 or wider,
+    so a merge rounds `out` once. Rows with `part_lse == -inf` (no key) stay bit for bit as
     they were, whatever `part_out` holds there: 0 * NaN would be NaN.
     """
+    if out.is_cuda and out.dtype != torch.float64:
+        from megatron_tree_cp.ops.attention import merge_triton
+
+        merge_triton.merge_into(out, lse, part_out, part_lse)
+        return
     part_lse = part_lse.to(lse.dtype)
     total = torch.logaddexp(lse, part_lse)
     anchor = total.masked_fill(total == _NO_KEY, 0.0)
     absent = (part_lse == _NO_KEY)[:, :, None]
-    part = part_out.to(out.dtype).masked_fill(absent, 0.0)
-    out.mul_(torch.exp(lse - anchor)[:, :, None])
-    out.add_(part.mul_(torch.exp(part_lse - anchor)[:, :, None]))
+    part = (
+        part_out.to(lse.dtype).masked_fill(absent, 0.0) * torch.exp(part_lse - anchor)[:, :, None]
+    )
+    out.copy_(out.to(lse.dtype) * torch.exp(lse - anchor)[:, :, None] + part)
     lse.copy_(total)

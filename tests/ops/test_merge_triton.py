@@ -1,0 +1,55 @@
+"""The GPU merge against the torch one; without a GPU through Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECK = """
+import sys, torch
+from megatron_tree_cp.ops.attention import merge, merge_triton
+device = sys.argv[1]
+generator = torch.Generator().manual_seed(0)
+for dtype in (torch.float32, torch.bfloat16):
+    for rows, heads, width in ((37, 3, 16), (5, 2, 24), (1, 1, 64)):
+        def normal(*size):
+            return torch.randn(*size, generator=generator).to(device)
+        # Views, as the executor passes them: rows of a shard, LSE with heads apart.
+        out, part = (normal(rows + 4, heads, width).to(dtype)[2:-2] for _ in range(2))
+        lse, part_lse = (3 * normal(heads, rows + 4).t()[2:-2] for _ in range(2))
+        part_lse[::3] = float("-inf")
+        part[::3] = float("nan")
+        before = out.clone()
+        want, want_lse = out.float().cpu(), lse.cpu().clone()
+        merge.merge_into(want, want_lse, part.cpu(), part_lse.cpu())
+        merge_triton.merge_into(out, lse, part, part_lse)
+        assert torch.equal(out[::3], before[::3])
+        assert torch.allclose(lse.cpu(), want_lse, atol=1e-5)
+        error = (out.float().cpu() - want).norm() / want.norm()
+        assert error <= (1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps), error
+print("merged")
+"""
+
+
+def _run(device: str, env: dict[str, str]) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK, device],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, **env},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_interpreted():
+    assert "merged" in _run("cpu", {"TRITON_INTERPRET": "1"})
+
+
+@pytest.mark.gpu
+def test_on_gpu():
+    assert "merged" in _run("cuda", {})
