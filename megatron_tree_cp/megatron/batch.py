@@ -9,6 +9,7 @@ import torch
 
 from ..comm.context import TreeContext
 from ..comm.upload import upload
+from .routing_statistics import RoutingStatistics, routing_statistics
 from .rows import PlannedRow
 
 
@@ -39,6 +40,8 @@ class TreeBatch:
     """int32 scalar: this shard's part of the loss denominator."""
     context: TreeContext
     statistics: RowStatistics
+    routing: RoutingStatistics | None
+    """Weights of tokens in router statistics; None for a model without experts."""
 
 
 def row_statistics(planned: PlannedRow) -> RowStatistics:
@@ -55,8 +58,19 @@ def row_statistics(planned: PlannedRow) -> RowStatistics:
     )
 
 
-def build_batch(planned: PlannedRow, cp_group, device: torch.device, tp_group=None) -> TreeBatch:
-    """Select this CP rank's shard of a planned row and upload it (copies do not block)."""
+def build_batch(
+    planned: PlannedRow,
+    cp_group,
+    device: torch.device,
+    tp_group=None,
+    router_statistics: str | None = None,
+    per_sequence: bool = False,
+) -> TreeBatch:
+    """Select this CP rank's shard of a planned row and upload it (copies do not block).
+
+    ``router_statistics`` (``stored`` or ``logical``) and ``per_sequence`` make what routers weigh
+    tokens with; None for a model without experts.
+    """
     context = TreeContext(planned.plan, cp_group, device, tp_group=tp_group)
     indices = planned.plan.layouts["main"].row_indices(context.rank)
     real = indices >= 0
@@ -74,4 +88,9 @@ def build_batch(planned: PlannedRow, cp_group, device: torch.device, tp_group=No
         count=upload(np.array(planned.counts[indices[real]].sum(), np.int32), device),
         context=context,
         statistics=row_statistics(planned),
+        routing=(
+            routing_statistics(row, indices, device, router_statistics, per_sequence)
+            if router_statistics
+            else None
+        ),
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from ..comm.context import TreeContext
+    from .routing_statistics import RoutingStatistics
 
 
 @dataclass
@@ -32,6 +33,9 @@ class TreePackedSeqParams(PackedSeqParams):
 
     With sequence parallelism these are still all T tokens, because attention runs on the sequence
     gathered over the tensor-parallel group."""
+
+    routing: RoutingStatistics | None = None
+    """Token weights in router statistics; only layers with experts read it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

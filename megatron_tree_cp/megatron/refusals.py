@@ -5,7 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from .dispatchers import DISPATCHERS, equalised, missing, unequal_refused
 
 _PATTERN_SYMBOLS = set("*-E|")
 _POSITIONS = ("rope", "yarn", "learned_absolute", "none")
@@ -101,14 +104,15 @@ def _routing(args: Namespace) -> str:
     return ""
 
 
-def _aux_loss(args: Namespace) -> str:
-    coefficients = args.moe_aux_loss_coeff
-    coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
+def _sequence_loss(args: Namespace) -> str:
     kinds = args.moe_router_load_balancing_type
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    if args.num_experts and any(coefficients) and kinds != ["none"]:
-        return f"--moe-aux-loss-coeff {_text(coefficients)}"
-    return ""
+    asked = args.num_experts and "seq_aux_loss" in kinds and args.tree_statistics != "logical"
+    return "--moe-router-load-balancing-type seq_aux_loss" if asked else ""
+
+
+def _chunked_experts(args: Namespace) -> str:
+    return _set("--mlp-chunks-for-training", 1)(args) if args.num_experts else ""
 
 
 def _with_experts(flag: str) -> Callable[[Namespace], str]:
@@ -127,7 +131,6 @@ _SCHEDULE = "it fixes tensor shapes, and a tree's shards change with every row"
 _WHOLE_ROWS = "a microbatch is one packed row"
 _OWN_DATA = "rows are packed from --tree-data"
 _SEQUENCES = "it works on equal shares of separate sequences"
-_TRUE_COUNTS = "it counts tokens as if every rank held equally many"
 _PER_RANK = "its result depends on how tokens are spread over ranks"
 _NO_LAYER = "there are no tree layers for it"
 
@@ -230,11 +233,22 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     # Mixture of experts.
     Refusal(
-        lambda args: (
-            _set("--moe-token-dispatcher-type", "alltoall")(args) if args.num_experts else ""
-        ),
-        "it needs equal token counts on all ranks or is not built yet",
+        unequal_refused,
+        "it needs equal token counts on all ranks",
         "use --moe-token-dispatcher-type alltoall",
+    ),
+    *(
+        Refusal(
+            partial(missing, one.name),
+            f"{one.package}.{one.attribute} cannot be imported",
+            f"install {one.install} or use alltoall",
+        )
+        for one in DISPATCHERS.values()
+    ),
+    *(
+        Refusal(partial(equalised, one.name), "it needs equal token counts", f"add {one.needs}")
+        for one in DISPATCHERS.values()
+        if one.needs
     ),
     Refusal(
         _with_experts("--moe-expert-capacity-factor"),
@@ -246,10 +260,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "it needs a capacity factor",
         "drop it",
     ),
-    Refusal(_routing, _PER_RANK, "use --moe-router-load-balancing-type none"),
-    Refusal(_aux_loss, _TRUE_COUNTS, "use --moe-router-load-balancing-type none"),
-    Refusal(_with_experts("--moe-z-loss-coeff"), _TRUE_COUNTS, "drop it"),
-    Refusal(_with_experts("--moe-router-enable-expert-bias"), _TRUE_COUNTS, "drop it"),
+    Refusal(_routing, _PER_RANK, "use --moe-router-load-balancing-type aux_loss or none"),
+    Refusal(
+        _sequence_loss,
+        "a stored token belongs to no single sequence",
+        "use --tree-statistics logical, or aux_loss",
+    ),
+    Refusal(_chunked_experts, "a chunk does not know its tokens' weights", "drop it"),
     Refusal(
         _gloo_expert_tensor_parallel,
         "gloo cannot gather unequal token counts",

@@ -29,7 +29,6 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
-    MoETransformerLayer,
     TransformerLayer,
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
@@ -37,6 +36,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from .layers import TreeDotProductAttention
 from .model_shape import moe_layers
+from .moe import TreeMoETransformerLayer, tree_moe
 from .norms import local_norm
 
 _INPUT_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
@@ -84,7 +84,7 @@ def _require_local(config: TransformerConfig) -> None:
 
 def _gpt_layer(config: TransformerConfig, is_moe: bool, attention_impl: str) -> ModuleSpec:
     return ModuleSpec(
-        module=TransformerLayer,
+        module=TreeMoETransformerLayer if is_moe else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=local_norm,
             self_attention=_self_attention(attention_impl, _qk_norm(config)),
@@ -123,7 +123,7 @@ def _dense_mlp() -> Any:
 
 def _moe_mlp() -> Any:
     # num_experts is only asserted to be set; the layer reads config.num_moe_experts.
-    return get_moe_module_spec_for_backend(LocalSpecProvider(), num_experts=1)
+    return tree_moe(get_moe_module_spec_for_backend(LocalSpecProvider(), num_experts=1))
 
 
 class TreeHybridStack(HybridStack):
@@ -182,7 +182,7 @@ def make_tree_hybrid_stack_spec(attention_impl: str = "auto") -> ModuleSpec:
         ),
     )
     moe = ModuleSpec(
-        module=MoETransformerLayer,
+        module=TreeMoETransformerLayer,
         submodules=TransformerLayerSubmodules(
             pre_mlp_layernorm=local_norm, mlp=_moe_mlp(), mlp_bda=get_bias_dropout_add
         ),

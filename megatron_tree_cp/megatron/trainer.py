@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..comm.agreement import Agreement
 from .batch import build_batch
+from .checkpoints import PackingLedger
 from .flops import report_row
 from .loss import weighted_loss
 from .metrics import IterationRecorder
@@ -70,6 +71,7 @@ class TreeTrainer:
         path = Path(args.tree_metrics_file) if args.tree_metrics_file else None
         self.recorder = IterationRecorder(path)
         self.chunks = args.virtual_pipeline_model_parallel_size or 1
+        self.ledger = PackingLedger(args)
         self._train: RowStream | None = None
         self._valid: RowStream | None = None
         self._agreement: Agreement | None = None
@@ -80,9 +82,11 @@ class TreeTrainer:
         """Megatron's dataset provider: (train, valid, test) iterators for one model chunk."""
         args = self.args
         if self._train is None:
-            self._train = self._stream(
-                args.tree_data, args.consumed_train_samples, not args.no_tree_shuffle, log=True
-            )
+            shuffle = not args.no_tree_shuffle
+            rows = PlannedRows(row_recipe(args, args.tree_data, shuffle), self.plan)
+            consumed = args.consumed_train_samples
+            first = self.ledger.first_sample(lambda: rows.packed().fingerprint, consumed)
+            self._train = self._stream(args.tree_data, consumed - first, shuffle, log=True)
         valid = None
         if args.tree_valid_data:
             if self._valid is None:
@@ -112,10 +116,13 @@ class TreeTrainer:
             cp_group=mpu.get_context_parallel_group(),
             device=device_of_rank(),
             tp_group=mpu.get_tensor_model_parallel_group(),
+            router_statistics=args.tree_statistics if args.num_experts else None,
+            per_sequence="seq_aux_loss" in args.moe_router_load_balancing_type,
         )
-        return RowStream(loader, self._agreement, upload, self._log_packing if log else None)
+        return RowStream(loader, self._agreement, upload, self._first_row if log else None)
 
-    def _log_packing(self, planned: PlannedRow) -> None:
+    def _first_row(self, planned: PlannedRow) -> None:
+        self.ledger.rows_known(planned.fingerprint)
         if dist.get_rank() == 0:
             print(implementation_table(self.plan.model, self.args, device_of_rank()), flush=True)
             print(planned.summary, flush=True)
@@ -138,6 +145,7 @@ class TreeTrainer:
             qkv_format="sbhd",
             tree=batch.context,
             positions=batch.context.positions,
+            routing=batch.routing,
             max_seqlen_q=batch.tokens.shape[1],
             max_seqlen_kv=batch.tokens.shape[1],
         )

@@ -85,6 +85,22 @@ REFUSED = {
     "rl": (("--perform-rl-step",), "--perform-rl-step"),
     "sgd resume": (("--optimizer", "sgd", "--save", "x"), "use --ckpt-format torch"),
     "dispatcher": ((*EXPERTS, "--moe-token-dispatcher-type", "allgather"), "-type alltoall"),
+    "deepep": ((*EXPERTS, "--moe-token-dispatcher-type", "flex"), "install DeepEP"),
+    "ncclep": (
+        (
+            *EXPERTS,
+            *"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep".split(),
+        ),
+        "backend ncclep: it needs equal token counts",
+    ),
+    "stored sequences": (
+        (*EXPERTS, "--moe-router-load-balancing-type", "seq_aux_loss"),
+        "use --tree-statistics logical",
+    ),
+    "chunked experts": (
+        (*EXPERTS, "--mlp-chunks-for-training", "2"),
+        "--mlp-chunks-for-training 2",
+    ),
     "capacity": ((*EXPERTS, "--moe-expert-capacity-factor", "1.5"), "--moe-expert-capacity-factor"),
     "jitter": ((*EXPERTS, "--moe-input-jitter-eps", "0.1"), "--moe-input-jitter-eps 0.1"),
     "sinkhorn": ((*EXPERTS, "--moe-router-load-balancing-type", "sinkhorn"), "sinkhorn"),
