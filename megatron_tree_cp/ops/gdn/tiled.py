@@ -172,21 +172,23 @@ def _block_maps(inputs: Tensors, scale: float, norm: bool) -> Tensors:
     q = q.transpose(1, 2).repeat_interleave(group, dim=1)
     k = k.transpose(1, 2).repeat_interleave(group, dim=1)
     v, g, beta = v.transpose(1, 2), g.transpose(1, 2), beta.transpose(1, 2)
-    total = g.cumsum(2)
+    # In fp64: under strong decay, gradients of gates are small differences of large sums.
+    total = g.double().cumsum(2)
     # Above the diagonal exp(G_i - G_j) may overflow: it is masked before the exponential.
     chunk = g.shape[2]
     upper = torch.ones(chunk, chunk, dtype=torch.bool, device=g.device).triu(1)
     between = (total[:, :, :, None] - total[:, :, None, :]).masked_fill(upper, float("-inf"))
-    between = between.exp()
-    since = total.exp()[:, :, :, None]
+    between = between.exp().to(k.dtype)
+    since = total.exp()[:, :, :, None].to(k.dtype)
+    until = (total[:, :, -1:] - total).exp()[:, :, :, None].to(k.dtype)
+    whole = total[:, :, -1].exp().to(k.dtype)
     k_beta = k * beta[:, :, :, None]
     system = (k_beta @ k.mT * between).tril(-1)
     right = torch.cat([k_beta * since, v * beta[:, :, :, None]], dim=3)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     w, u = solved[..., : k.shape[3]], solved[..., k.shape[3] :]
     scores = scale * (q @ k.mT) * between
-    keys = k * (total[:, :, -1:] - total).exp()[:, :, :, None]
-    return scale * q * since, keys, w, u, scores, total[:, :, -1].exp()
+    return scale * q * since, k * until, w, u, scores, whole
 
 
 def _step(
