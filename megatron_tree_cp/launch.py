@@ -7,17 +7,15 @@ With ``tree`` the script's data, layers, loss and metrics are those of `megatron
 With ``te``, the default, Megatron is left untouched. ``--tree-cpu`` (CPU ranks over gloo) and
 ``--tree-config FILE`` serve both.
 
-Everything heavy is imported inside functions: data workers re-import this module when they start,
-and the CPU shim has to be in place before Megatron is imported.
+Everything heavy is imported inside functions: the CPU shim has to be in place before Megatron is.
 """
 
 from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 USAGE = "usage: python -m megatron_tree_cp.launch SCRIPT [--context-parallel-backend {te,tree}] ..."
 
@@ -51,7 +49,9 @@ def _launch(argv: list[str]) -> None:
         options = stock_options(options)
     sys.argv = [str(script), *options]
     if requested_backend(options) == "tree":
-        _install(sys.modules["__main__"])
+        from megatron_tree_cp.megatron.install import install
+
+        install(exit_on_bad_input=False)
     # As `python SCRIPT` has it: the script imports its neighbours.
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
@@ -66,27 +66,6 @@ def _script(argv: list[str]) -> tuple[Path, list[str]]:
     if not script.is_file():
         raise InputError(f"{argv[0]}: no such script: give the path of a stock pretrain_*.py")
     return script, argv[1:]
-
-
-def _install(launcher: Any) -> None:
-    """Install the tree; during ``pretrain`` the main module is the launcher, not the script.
-
-    Data workers re-import the main module by its file, and a stock script imports Megatron.
-    """
-    import megatron.training
-
-    from megatron_tree_cp.megatron.install import install
-
-    tree_pretrain: Callable[..., Any] = install(exit_on_bad_input=False).pretrain
-
-    def pretrain(*args: Any, **kwargs: Any) -> Any:
-        script, sys.modules["__main__"] = sys.modules["__main__"], launcher
-        try:
-            return tree_pretrain(*args, **kwargs)
-        finally:
-            sys.modules["__main__"] = script
-
-    megatron.training.pretrain = pretrain
 
 
 if __name__ == "__main__":

@@ -181,6 +181,11 @@ def _add_data_arguments(add: Any) -> None:
         help="Seed of the order in which rows are visited (default: --seed).",
     )
     add("--no-tree-shuffle", action="store_true", help="Visit rows in packing order.")
+    add(
+        "--tree-allow-new-data",
+        action="store_true",
+        help="Go on from a checkpoint with other rows than its own, from their first one on.",
+    )
 
 
 def _add_plan_arguments(add: Any) -> None:

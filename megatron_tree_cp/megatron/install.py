@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -104,13 +105,29 @@ def _tree_pretrain(stock: Callable[..., Any], args: Namespace, given: tuple, mor
     apply_tree(model, args)
     trainer = TreeTrainer(args, plan_recipe(args, model))
     install_log(trainer)
+    install_checkpoint_check(trainer)
     call.arguments["train_valid_test_dataset_provider"] = trainer
     call.arguments["forward_step_func"] = trainer.forward_step
-    result = stock(*call.args, **call.kwargs)
+    with _empty_main_module():
+        result = stock(*call.args, **call.kwargs)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
     return result
+
+
+@contextmanager
+def _empty_main_module() -> Iterator[None]:
+    """Spare data workers the import of the script that runs, which imports Megatron.
+
+    Every worker imports the main module of its parent. They get our dataset alone, and nothing of
+    the script is pickled.
+    """
+    script, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 def install_log(trainer: TreeTrainer) -> None:
@@ -129,6 +146,27 @@ def install_log(trainer: TreeTrainer) -> None:
         return result
 
     training.training_log = training_log
+
+
+def install_checkpoint_check(trainer: TreeTrainer) -> None:
+    """Show ``trainer.ledger`` the arguments in the checkpoint that the run goes on from.
+
+    Megatron reads them before it asks for weights and optimizer states: a checkpoint that cannot
+    be resumed is refused in one line rather than inside the load.
+    """
+    from megatron.training import checkpointing
+
+    stock = checkpointing._load_base_checkpoint
+
+    @functools.wraps(stock)
+    def load_base_checkpoint(load_dir, args, *given, **more):
+        loaded = stock(load_dir, args, *given, **more)
+        state_dict = loaded[0]
+        if state_dict and "args" in state_dict and not args.finetune:
+            trainer.ledger.checkpoint_loaded(state_dict["args"])
+        return loaded
+
+    checkpointing._load_base_checkpoint = load_base_checkpoint
 
 
 @contextmanager

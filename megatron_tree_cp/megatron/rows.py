@@ -79,6 +79,8 @@ class RowFailure:
 
     sample: int
     message: str
+    bad_input: bool = False
+    """The user's data or options are at fault, rather than the program."""
 
 
 class PackedRows:
@@ -184,6 +186,8 @@ class PlannedRows:
                 waves=self.plan.waves,
                 granule=self.plan.granule,
             )
+        except InputError as error:
+            return RowFailure(sample, str(error), bad_input=True)
         except (ValueError, OSError) as error:
             return RowFailure(sample, f"{type(error).__name__}: {error}")
         return PlannedRow(

@@ -16,7 +16,8 @@ from typing import cast
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ..comm.agreement import Agreement
+from ..comm.agreement import Agreement, AgreementError
+from ..tree.errors import InputError
 from .batch import TreeBatch
 from .rows import PlannedRow, PlannedRows, RowFailure
 
@@ -106,7 +107,12 @@ class RowStream:
     def _advance(self) -> TreeBatch:
         started = time.perf_counter()
         planned, pending = self._ahead or self._fetch()
-        pending.finish()
+        try:
+            pending.finish()
+        except AgreementError:
+            if isinstance(planned, RowFailure) and planned.bad_input:
+                raise InputError(planned.message) from None
+            raise
         if self._on_first is not None:
             self._on_first(planned)
             self._on_first = None

@@ -92,7 +92,15 @@ def _check_lengths(args: Namespace) -> None:
 
 
 def _check_resume(args: Namespace) -> None:
-    """Optimizer states that Megatron saves but cannot load again."""
+    """Optimizer states that Megatron cannot save, or saves and cannot load again."""
+    without_experts = _stage_without_experts(args)
+    saves = args.save and not args.no_save_optim
+    if saves and args.use_distributed_optimizer and without_experts and not _have_fused_adam():
+        raise InputError(
+            f"--use-distributed-optimizer with no experts on pipeline stage {without_experts}: "
+            "Megatron cannot save an empty state of torch's Adam: add --no-save-optim, drop "
+            "--use-distributed-optimizer, or install Transformer Engine or Apex"
+        )
     tracker = Path(args.load or "", "latest_checkpointed_iteration.txt")
     resumes = args.load and tracker.exists() and not (args.no_load_optim or args.finetune)
     if resumes and args.use_distributed_optimizer and not _have_fused_adam():
@@ -100,6 +108,27 @@ def _check_resume(args: Namespace) -> None:
             "--use-distributed-optimizer without Transformer Engine or Apex: Megatron cannot load "
             "the state of torch's Adam: add --no-load-optim or drop --use-distributed-optimizer"
         )
+
+
+def _stage_without_experts(args: Namespace) -> int | None:
+    """First pipeline stage, from 1, of an MoE model that holds dense layers alone, or None."""
+    stages = args.pipeline_model_parallel_size
+    if not args.num_experts or stages == 1 or args.pipeline_model_parallel_layout:
+        return None
+    if args.hybrid_layer_pattern:
+        parts = args.hybrid_layer_pattern.partition("/")[0].split("|")
+        moe = [["E" in part] for part in parts]
+    else:
+        # Megatron's interleaving: chunk i of a stage is part i * stages + stage of the layers.
+        every = args.moe_layer_freq
+        layers = args.num_layers or 0
+        kinds = every if isinstance(every, list) else [n % every == 0 for n in range(layers)]
+        size = args.num_layers_per_virtual_pipeline_stage or max(1, -(-layers // stages))
+        moe = [[bool(kind) for kind in kinds[n : n + size]] for n in range(0, layers, size)]
+    for stage in range(min(stages, len(moe))):
+        if not any(any(part) for part in moe[stage::stages]):
+            return stage + 1
+    return None
 
 
 def _have_fused_adam() -> bool:

@@ -27,6 +27,7 @@ OPTIONS = {
     "--tree-overlong": "error",
     "--tree-shuffle-seed": None,
     "--no-tree-shuffle": False,
+    "--tree-allow-new-data": False,
     "--tree-waves": "auto",
     "--tree-attention-impl": "auto",
     "--tree-deterministic": False,
