@@ -1,4 +1,4 @@
-"""`python -m megatron_tree_cp.cli` is `tree-cp`."""
+"""`python -m megatron_tree_cp.cli`: the `tree-cp` command, for torchrun."""
 
 import sys
 

@@ -1,0 +1,289 @@
+"""Measure tree attention: every row's times, rates and overheads, by the published protocol.
+
+Under torchrun, one process a device. Rows 0-15 of a preset warm up, rows 16-31 are measured; a
+barrier stands before each timed call and the slowest rank counts. Before anything is timed, a
+small row of the preset is checked against fp32 tiles on one rank; a failed check times nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .. import ops
+from ..comm.context import TreeContext
+from ..ops.attention.block_mask import tile_classes
+from ..ops.attention.registry import AttentionCase, select
+from ..ops.attention.stages import AttentionStages, attention_stages
+from ..plan.model import LayerClass, ModelShape
+from ..plan.planner import plan_row
+from ..tree.packed_tree import PackedTree
+from .silence import without_exchanges
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The operator's heads and head dim, its input dtype and kernel."""
+
+    query_heads: int = 32
+    kv_heads: int = 4
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    impl: str = "auto"
+    window: int | None = None
+
+    @property
+    def name(self) -> str:
+        """``32/4/128``."""
+        return f"{self.query_heads}/{self.kv_heads}/{self.head_dim}"
+
+    def model(self) -> ModelShape:
+        """A model of this one layer class, attention work alone."""
+        name = "global" if self.window is None else f"w{self.window}"
+        layer = LayerClass(
+            name,
+            window=self.window,
+            query_heads=self.query_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+        )
+        return ModelShape(classes=(layer,), token_flops=0.0)
+
+    def kernel(self, device: torch.device) -> str:
+        """Name of the kernel that serves it on a device."""
+        dims = (self.query_heads, self.kv_heads, self.head_dim, self.head_dim)
+        return select(AttentionCase(device.type, self.dtype, *dims, self.window), self.impl).name
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """One measured row; times in ms, the slowest rank's."""
+
+    row: int
+    tokens: int
+    pairs: int
+    forward_ms: float
+    backward_ms: float
+    fwd_bwd_ms: float
+    tflops: float
+    """On visible pairs, per rank, forward and backward."""
+    plan_ms: float
+    metadata_ms: float
+    peak_gib: float
+    tiles_computed_per_visible: float
+    imbalance: float
+
+
+class AttentionBench:
+    """Rows of one CP size on this rank.
+
+    ``group`` holds the CP ranks (None for one rank); every rank of it makes the same calls.
+    """
+
+    def __init__(self, shape: Shape, group: Any, device: torch.device, waves: int | None = None):
+        self.shape, self.group, self.device, self.waves = shape, group, device, waves
+        self.cp = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+
+    def check(self, tree: PackedTree) -> float:
+        """Worst relative error of output and gradients on a small row, against fp32 tiles."""
+        generator = torch.Generator().manual_seed(0)
+        inputs = self._inputs(tree.num_tokens, generator)
+        alone = TreeContext(plan_row(tree, 1, self.shape.model()), None, self.device)
+        want = self._run(alone, [x.float() for x in inputs], "tiled")
+        context = self._context(tree)
+        rows = context.row_indices
+        shard = [x[rows.clamp(min=0)] for x in inputs]
+        got = self._run(context, shard, self.shape.impl)
+        real = rows >= 0
+        worst = 0.0
+        for ours, theirs in zip(got, want, strict=True):
+            sums = torch.stack(
+                [
+                    (ours[real].float() - theirs[rows[real]]).square().sum(),
+                    theirs[rows[real]].square().sum(),
+                ]
+            )
+            if self.group is not None:
+                dist.all_reduce(sums, group=self.group)
+            worst = max(worst, float((sums[0] / sums[1]).sqrt()))
+        return worst
+
+    def measure(self, tree: PackedTree, row: int, repeats: int = 3) -> RowResult:
+        """Plan, upload and time one row."""
+        started = time.perf_counter()
+        plan = plan_row(tree, self.cp, self.shape.model(), waves=self.waves)
+        planned = time.perf_counter()
+        context = TreeContext(plan, self.group, self.device)
+        stages = attention_stages(context, self.shape.window)
+        self._wait()
+        uploaded = time.perf_counter()
+        inputs = self._inputs(context.num_tokens, None)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self._run(context, inputs, self.shape.impl)  # block tables, allocator
+        forward, backward = zip(
+            *(self._timed(context, inputs) for _ in range(repeats)), strict=True
+        )
+        both = [f + b for f, b in zip(forward, backward, strict=True)]
+        pairs = tree.visible_pairs(self.shape.window)
+        total = statistics.median(both)
+        flops = 14 * pairs * self.shape.query_heads * self.shape.head_dim / self.cp
+        peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
+        times = self._slowest([(planned - started) * 1e3, (uploaded - planned) * 1e3, peak / 2**30])
+        return RowResult(
+            row=row,
+            tokens=tree.num_tokens,
+            pairs=pairs,
+            forward_ms=statistics.median(forward),
+            backward_ms=statistics.median(backward),
+            fwd_bwd_ms=total,
+            tflops=flops / total / 1e9,
+            plan_ms=times[0],
+            metadata_ms=times[1],
+            peak_gib=times[2],
+            tiles_computed_per_visible=self._tile_ratio(stages, pairs),
+            imbalance=float(plan.predicted.imbalance),
+        )
+
+    def exposed_ms(self, tree: PackedTree, trials: int = 30) -> tuple[float, float]:
+        """Time of the exchanges that nothing hides: mean and half-width of its 95 % interval.
+
+        Interleaved pairs of runs with and without the exchanges; without them the same buffers are
+        read as they are.
+        """
+        if self.cp == 1:
+            return 0.0, 0.0
+        plan = plan_row(tree, self.cp, self.shape.model(), waves=self.waves)
+        context = TreeContext(plan, self.group, self.device)
+        silent = without_exchanges(context, self.shape.window)
+        inputs = self._inputs(context.num_tokens, None)
+        for each in (context, silent):
+            self._run(each, inputs, self.shape.impl)
+        differences = [
+            sum(self._timed(context, inputs)) - sum(self._timed(silent, inputs))
+            for _ in range(trials)
+        ]
+        half = 1.96 * statistics.stdev(differences) / trials**0.5
+        return statistics.mean(differences), half
+
+    def _context(self, tree: PackedTree) -> TreeContext:
+        plan = plan_row(tree, self.cp, self.shape.model(), waves=self.waves)
+        return TreeContext(plan, self.group, self.device)
+
+    def _inputs(self, tokens: int, generator: torch.Generator | None) -> list[torch.Tensor]:
+        """q, k, v and the output's gradient."""
+        heads = (self.shape.query_heads, self.shape.kv_heads)
+        sizes = [(tokens, heads[i], self.shape.head_dim) for i in (0, 1, 1, 0)]
+        if generator is not None:
+            drawn = [torch.randn(size, generator=generator) for size in sizes]
+            return [x.to(self.device, self.shape.dtype) for x in drawn]
+        return [torch.randn(size, device=self.device).to(self.shape.dtype) for size in sizes]
+
+    def _forward(self, context: TreeContext, leaves: list[torch.Tensor], impl: str):
+        return ops.tree_attention(*leaves, context, window=self.shape.window, impl=impl)
+
+    def _run(
+        self, context: TreeContext, inputs: list[torch.Tensor], impl: str
+    ) -> list[torch.Tensor]:
+        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+        out = self._forward(context, leaves, impl)
+        return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
+
+    def _timed(self, context: TreeContext, inputs: list[torch.Tensor]) -> tuple[float, float]:
+        """(forward, backward) ms of one call, the slowest rank's."""
+        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+        self._wait()
+        marks = [self._mark()]
+        out = self._forward(context, leaves, self.shape.impl)
+        marks.append(self._mark())
+        torch.autograd.grad(out, leaves, inputs[3])
+        marks.append(self._mark())
+        self._wait()
+        spans = [self._between(a, b) for a, b in zip(marks, marks[1:], strict=False)]
+        forward, backward = self._slowest(spans)
+        return forward, backward
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self.group is not None:
+            dist.barrier(group=self.group)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+    def _mark(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, begin: Any, end: Any) -> float:
+        return begin.elapsed_time(end) if self.device.type == "cuda" else (end - begin) * 1e3
+
+    def _slowest(self, values: list[float]) -> list[float]:
+        if self.group is None:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        return tensor.tolist()
+
+    def _tile_ratio(self, stages: AttentionStages, pairs: int) -> float:
+        """Pairs of all touched 128 x 128 tiles of all ranks over the visible pairs."""
+        masks = [stage.mask for stage in (stages.local, *stages.remote) if not stage.empty]
+        touched = sum(int(tile_classes(mask, 128, 128).touched.sum()) for mask in masks)
+        total = torch.tensor([touched], dtype=torch.float64, device=self.device)
+        if self.group is not None:
+            dist.all_reduce(total, group=self.group)
+        return float(total) * 128 * 128 / pairs
+
+
+def dense_causal_tflops(shape: Shape, device: torch.device, tokens: int = 16_384) -> float | None:
+    """Forward and backward rate of the same kernel package on a dense causal row; None on CPU."""
+    if device.type != "cuda" or shape.kernel(device) != "flash":
+        return None
+    from flash_attn.cute import interface
+
+    sizes = [(1, tokens, h, shape.head_dim) for h in (shape.query_heads, shape.kv_heads)]
+    q, k, v, dout = (torch.randn(sizes[i], device=device).to(shape.dtype) for i in (0, 1, 1, 0))
+
+    def call() -> None:
+        out, lse = interface._flash_attn_fwd(q, k, v, causal=True, return_lse=True)[:2]
+        interface._flash_attn_bwd(q, k, v, out, dout, lse, causal=True)
+
+    times = []
+    for trial in range(9):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize(device)
+        if trial >= 3:
+            times.append(begin.elapsed_time(end))
+    pairs = tokens * (tokens + 1) // 2
+    flops = 14 * pairs * shape.query_heads * shape.head_dim
+    return flops / statistics.median(times) / 1e9
+
+
+def summarise_rows(rows: list[RowResult]) -> dict[str, dict[str, float]]:
+    """Median, p95 and worst of every column over the measured rows."""
+    metrics = {}
+    for name in RowResult.__dataclass_fields__:
+        values = sorted(asdict(row)[name] for row in rows)
+        if name == "row":
+            continue
+        if name == "tflops":
+            values.reverse()
+        metrics[name] = {
+            "median": float(np.median(values)),
+            "p95": float(values[round(0.95 * (len(values) - 1))]),
+            "worst": float(values[-1]),
+        }
+    return metrics
