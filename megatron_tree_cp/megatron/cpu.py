@@ -50,6 +50,11 @@ def enable() -> None:
     _enabled = True
 
 
+def is_enabled() -> bool:
+    """Is this process a CPU rank?"""
+    return _enabled
+
+
 class _Stream:
     """A stream on which everything has already happened."""
 

@@ -8,6 +8,9 @@ data collective of that microbatch, so a failure raises on every rank instead of
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,6 +27,20 @@ from .rows import PlannedRow, PlannedRows, RowFailure
 
 def _identity(item):
     return item
+
+
+def _end_with_parent(worker: int) -> None:
+    """End this worker as soon as its training process is gone, however that ended.
+
+    DataLoader's own watchdog looks at the fork server, which lives on for as long as a worker
+    does: after a kill of the training process both would stay for ever.
+    """
+
+    def follow() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True, name=f"worker {worker} follows").start()
 
 
 class SampleOrder:
@@ -55,6 +72,7 @@ def planned_row_loader(
         prefetch_factor=max(1, -(-lookahead // workers)),
         persistent_workers=True,
         multiprocessing_context="forkserver",
+        worker_init_fn=_end_with_parent,
     )
     return iter(loader)
 

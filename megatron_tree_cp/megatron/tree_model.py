@@ -11,6 +11,7 @@ from .model_shape import model_shape_from_config
 from .rope import install_tree_rope
 from .rows import PlanRecipe
 from .specs import make_tree_hybrid_stack_spec, tree_gpt_layer_spec
+from .validation import reason_of
 
 
 def model_config_from_args(args: Namespace) -> Any:
@@ -24,8 +25,7 @@ def model_config_from_args(args: Namespace) -> Any:
     try:
         return build(args)
     except (AssertionError, ValueError) as error:
-        reason = " ".join(str(error).split()) or "an assertion of Megatron's model config failed"
-        raise InputError(f"Megatron refuses the model: {reason}") from error
+        raise InputError(f"Megatron refuses the model: {reason_of(error)}") from error
 
 
 def apply_tree(model: Any, args: Namespace) -> None:

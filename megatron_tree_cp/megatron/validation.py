@@ -7,6 +7,7 @@ Megatron would get silently wrong on unequal shards or shared prefixes is let th
 
 from __future__ import annotations
 
+import traceback
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from ..tree.errors import InputError
 from ..tree.tokenizers import load_tokenizer
+from . import cpu
 from .arguments import TREE_ARGS_DEFAULTS
 from .refusals import REFUSALS
 
@@ -63,14 +65,24 @@ def validate_args_of_tree_run(
 
     Raises InputError with one line for every bad option, Megatron's own assertions included.
     """
+    if args.tree_cpu and not cpu.is_enabled():
+        raise InputError(
+            "--tree-cpu comes too late, Megatron is imported: start the script by "
+            "python -m megatron_tree_cp.launch"
+        )
     prepare_tree_args(args)
     try:
         stock(args, {**defaults, **TREE_ARGS_DEFAULTS})
     except (AssertionError, ValueError) as error:
-        reason = " ".join(str(error).split()) or "an assertion of Megatron's argument checks failed"
-        raise InputError(f"Megatron refuses the arguments: {reason}") from error
+        raise InputError(f"Megatron refuses the arguments: {reason_of(error)}") from error
     validate_tree_args(args)
     return args
+
+
+def reason_of(error: Exception) -> str:
+    """What an error of Megatron says, in one line; of an assertion without a message, its code."""
+    text = str(error) or traceback.extract_tb(error.__traceback__)[-1].line or "no reason given"
+    return " ".join(text.split())
 
 
 def _refuse(args: Namespace) -> None:

@@ -151,6 +151,7 @@ def test_optimizer_state_that_cannot_be_loaded(tmp_path):
         (("--hidden-size", "33"), "Megatron refuses the arguments"),
         (("--train-iters", "2", "--train-samples", "2"), "expected iteration-based training"),
         (("--attention-backend", "local"), "use --tree-attention-impl"),
+        (("--save", "x"), "Megatron refuses the arguments: assert args.save_interval is not None"),
     ],
 )
 def test_megatrons_own_assertions_become_one_line(argv, message):
