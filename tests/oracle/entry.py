@@ -1,11 +1,14 @@
 """`python -m tests.oracle.entry SIDE FOLDER GRADIENTS WEIGHTS -- <pretrain arguments>`.
 
-SIDE is ``tree`` (the package's own entry) or ``alone`` (each trajectory by itself on the stock
-spec); GRADIENTS and WEIGHTS are comma-separated iterations at which the probe writes, or ``-``.
+SIDE is ``tree`` (the package's own entry), ``alone`` (each trajectory by itself on the stock spec),
+``script`` (a stock script, as Python runs it) or ``launch`` (the same under our launcher); for the
+last two the script's path comes before its arguments. GRADIENTS and WEIGHTS are comma-separated
+iterations at which the probe writes, or ``-``.
 """
 
 from __future__ import annotations
 
+import runpy
 import sys
 from pathlib import Path
 
@@ -22,18 +25,27 @@ def main() -> None:
     from megatron_tree_cp.megatron.run_config import expand_tree_config
 
     cpu.enable()
-    argv = expand_tree_config(argv)
-    from tests.oracle.probe import Probe
+    from tests.oracle.probe import Probe, record_losses
 
     Probe(Path(folder), iterations(gradients), iterations(weights)).install()
     if side == "alone":
         from tests.oracle.alone import run_alone
 
-        run_alone(argv)
+        run_alone(expand_tree_config(argv))
+    elif side == "script":
+        record_losses(Path(folder))
+        sys.argv = argv
+        sys.path.insert(0, str(Path(argv[0]).parent))
+        runpy.run_path(argv[0], run_name="__main__")
+    elif side == "launch":
+        from megatron_tree_cp import launch
+
+        record_losses(Path(folder))
+        launch.main(argv)
     else:
         from megatron_tree_cp.megatron.run import run
 
-        run(argv)
+        run(expand_tree_config(argv))
 
 
 if __name__ == "__main__":

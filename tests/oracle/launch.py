@@ -77,6 +77,15 @@ def command(side: str, ranks: int, folder: Path, argv: list[str], gradients="-",
     ]  # fmt: skip
 
 
+def script_command(side: str, ranks: int, folder: Path, script: Path, argv: list[str], weights="-"):
+    """The torchrun command of a stock script, as it is (``script``) or launched (``launch``)."""
+    return [
+        sys.executable, "-W", "ignore", "-m", "torch.distributed.run",
+        "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
+        "-m", "tests.oracle.entry", side, str(folder), "-", weights, "--", str(script), *argv,
+    ]  # fmt: skip
+
+
 def start(cmd: list[str], folder: Path) -> subprocess.Popen:
     """Start a run in the background.
 

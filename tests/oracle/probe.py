@@ -6,6 +6,7 @@ has no switch for it.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import torch
@@ -17,6 +18,22 @@ def canonical(name: str) -> str:
     while name.startswith("module."):
         name = name[len("module.") :]
     return name
+
+
+def record_losses(folder: Path) -> None:
+    """Write every logged loss of rank 0, exactly, to ``<folder>/losses.txt``, one a line."""
+    from megatron.training import training
+
+    stock = training.training_log
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def training_log(loss_dict, *args, **kwargs):
+        if dist.get_rank() == 0:
+            with (folder / "losses.txt").open("a") as out:
+                out.write(f"{float(loss_dict['lm loss']).hex()}\n")
+        return stock(loss_dict, *args, **kwargs)
+
+    training.training_log = functools.wraps(stock)(training_log)
 
 
 class Probe:
