@@ -1,0 +1,140 @@
+"""Write docs/benchmarks/index.md and the README's table from the evidence files.
+
+    python docs/benchmarks/generate.py
+
+`tests/test_documents.py` holds both to the evidence, so that no figure is typed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_tree_cp.bench.evidence import Evidence, read_evidence
+
+FOLDER = Path(__file__).parent
+PAGE = FOLDER / "index.md"
+README = FOLDER.parents[1] / "README.md"
+BEGIN, END = "<!-- benchmarks: generated -->", "<!-- benchmarks: end -->"
+HEAD = """\
+# Benchmarks
+
+Written by `docs/benchmarks/generate.py` from the files in `evidence/`, which also hold the series
+of every row and the full commands. Times are medians; the slowest rank counts.
+"""
+
+
+def records() -> list[Evidence]:
+    """All evidence, by file name."""
+    return [r for path in sorted((FOLDER / "evidence").glob("*.json")) for r in read_evidence(path)]
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> str:
+    return "\n".join([_row(heads), _row(["---"] * len(heads)), *map(_row, rows)])
+
+
+def attention_table(evidence: list[Evidence]) -> str:
+    """One line per preset, CP size and variant."""
+    rows = []
+    for record in (r for r in evidence if r.what == "attention"):
+        metrics = record.metrics
+        rate, limit = metrics["tflops"]["median"], metrics.get("dense_causal_tflops")
+        exposed = metrics.get("exposed_exchange_ms")
+        rows.append(
+            [
+                record.preset,
+                str(record.cp),
+                record.variant,
+                f"{metrics['forward_ms']['median']:.2f}",
+                f"{metrics['backward_ms']['median']:.2f}",
+                f"**{metrics['fwd_bwd_ms']['median']:.2f}**",
+                f"{metrics['fwd_bwd_ms']['p95']:.2f}",
+                f"{rate:.0f}",
+                f"{100 * rate / limit['median']:.0f} %" if limit else "",
+                f"{exposed['median']:.2f} ± {exposed['half_width_95']:.2f}" if exposed else "",
+                f"{metrics['plan_ms']['median']:.0f}",
+                f"{metrics['new_compilations']['worst']:.0f}",
+                record.hardware,
+                record.date,
+                record.commit,
+            ]
+        )
+    heads = ["preset", "CP", "heads, kernel", "fwd ms", "bwd ms", "fwd+bwd ms", "p95"]
+    heads += ["TFLOP/s", "of dense causal", "exposed ms", "plan ms", "compiled"]
+    return _table([*heads, "hardware", "date", "commit"], rows) if rows else ""
+
+
+def training_table(evidence: list[Evidence]) -> str:
+    """One line per run."""
+    rows = [
+        [
+            record.preset,
+            str(record.cp),
+            record.variant,
+            f"{record.metrics['stored_tokens_per_s']['median']:,.0f}",
+            f"{record.metrics['iteration_ms']['median']:.0f}",
+            f"{record.metrics['exposed_preparation_ms']['median']:.1f}",
+            f"{100 * record.metrics['loss_relative_difference']['worst']:.3f} %",
+            f"{100 * record.metrics['grad_norm_relative_difference']['worst']:.3f} %",
+            record.hardware,
+            record.date,
+            record.commit,
+        ]
+        for record in evidence
+        if record.what == "train"
+    ]
+    heads = ["rollouts", "CP", "kernel", "stored tokens/s", "ms/iteration", "waited for rows, ms"]
+    heads += ["worst loss off CP1", "worst gradient norm off CP1", "hardware", "date", "commit"]
+    return _table(heads, rows) if rows else ""
+
+
+def readme_table(evidence: list[Evidence]) -> str:
+    """Attention rates beside their limit, in per cent."""
+    rows = []
+    for record in (r for r in evidence if r.what == "attention"):
+        limit = record.metrics.get("dense_causal_tflops")
+        if limit:
+            rate = record.metrics["tflops"]["median"]
+            rows.append(
+                [
+                    record.preset,
+                    str(record.cp),
+                    f"{record.metrics['fwd_bwd_ms']['median']:.2f}",
+                    f"{rate:.0f}",
+                    f"{100 * rate / limit['median']:.0f} %",
+                    record.hardware,
+                    record.date,
+                ]
+            )
+    heads = ["preset", "CP", "fwd+bwd ms", "TFLOP/s a GPU", "of dense causal FA4"]
+    return _table([*heads, "hardware", "date"], rows) if rows else ""
+
+
+def page(evidence: list[Evidence]) -> str:
+    """The whole page."""
+    parts = [HEAD]
+    attention, training = attention_table(evidence), training_table(evidence)
+    if attention:
+        parts.append(
+            "## Attention\n\nRates count visible pairs; the limit is a dense causal row of"
+        )
+        parts[-1] += " the same kernel in the same run.\n\n" + attention + "\n"
+    if training:
+        parts.append("## Training\n\nA 300M-class model, 20 iterations.\n\n" + training + "\n")
+    return "\n".join(parts)
+
+
+def readme(text: str, evidence: list[Evidence]) -> str:
+    """The README with its table replaced."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{readme_table(evidence)}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    found = records()
+    PAGE.write_text(page(found), encoding="utf-8")
+    README.write_text(readme(README.read_text(encoding="utf-8"), found), encoding="utf-8")
