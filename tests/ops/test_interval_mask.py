@@ -1,5 +1,6 @@
 """Interval masks, tile classes, and local kernels over one stage."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -125,3 +126,21 @@ def test_bad_masks(changes, message):
     good = {"lo": torch.zeros(3, dtype=torch.int32), "hi": torch.ones(3, dtype=torch.int32)}
     with pytest.raises(ValueError, match=message):
         IntervalMask(**{**good, "num_queries": 2, **changes})
+
+
+def test_own_keys_are_diagonal_and_received_keys_are_not():
+    from megatron_tree_cp.comm import TreeContext
+    from megatron_tree_cp.ops.attention.stages import attention_stages
+    from megatron_tree_cp.plan import Layout, plan_row
+    from megatron_tree_cp.tree.packed_tree import PackedTree
+
+    tree = PackedTree([150, 30, 1, 80], [-1, 0, 0, -1])
+    context = TreeContext(plan_row(tree, 1), None, "cpu")
+    mask = attention_stages(context, None).local.mask
+    assert mask.diagonal and torch.equal(mask.lo, torch.arange(261, dtype=torch.int32))
+    halves = Layout(261, (np.array([[0, 140]]), np.array([[140, 261]])), 1)
+    for fused in (0, 1):
+        stages = plan_row(tree, 2, layout=halves, waves=fused).attention_class(None).rank(1)
+        assert stages.local.keys.diagonal.all()
+        assert np.array_equal(stages.local.keys.expand()[0], np.arange(121))
+        assert not (stages.fused if fused == 0 else stages.remote[0]).keys.diagonal.all()

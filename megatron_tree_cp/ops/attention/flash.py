@@ -40,6 +40,13 @@ def _interval(batch, head, query, key, seqlen, aux):
 
 
 @cute.jit
+def _own_interval(batch, head, query, key, seqlen, aux):
+    """key <= query < hi[key]: the interval of a shard's own keys, lo unread."""
+    hi = utils.scalar_to_ssa(aux[1][key[0]], cutlass.Int32)
+    return (key <= query) & (query < hi)
+
+
+@cute.jit
 def _interval_in_window(batch, head, query, key, seqlen, aux):
     """The interval, and position(query) < position(key) + window."""
     lo = utils.scalar_to_ssa(aux[0][key[0]], cutlass.Int32)
@@ -69,8 +76,9 @@ def _tables(mask: IntervalMask, dim: int, value_dim: int) -> _StageTables:
             q_positions, k_positions = mask.window_positions
             aux.append(F.pad(q_positions, (0, -mask.num_queries % 256)))
             aux.append(F.pad(k_positions + mask.window, (0, keys)))
+        plain = _own_interval if mask.diagonal else _interval
         return _StageTables(
-            _interval if mask.window is None else _interval_in_window,
+            plain if mask.window is None else _interval_in_window,
             aux,
             _sparse(mask, config.m_block_size, config.n_block_size, by_key=False),
             _sparse(mask, QUERY_TILE, key_tile, by_key=True),
@@ -281,8 +289,7 @@ def _kernel(
     scale: float,
 ) -> Any:
     q, k, v = arguments[:3]
-    windowed = tables.mask_mod is _interval_in_window
-    key = (q.dtype, q.shape[3], v.shape[3], q.shape[2] // k.shape[2], windowed)
+    key = (q.dtype, q.shape[3], v.shape[3], q.shape[2] // k.shape[2], tables.mask_mod)
     if key not in _compiled:
         config = _backward_config(q.shape[3], v.shape[3])
         kernel = FlashAttentionBackwardSm90(

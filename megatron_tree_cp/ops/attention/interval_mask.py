@@ -26,6 +26,8 @@ class IntervalMask:
         num_queries: Tq, queries of the stage.
         q_positions, k_positions: int32[Tq], int32[K] logical positions; None without a window.
         window: positions a query sees, itself included; None for no window.
+        diagonal: lo[j] == j for every key, as for a shard's own keys in the order of its queries;
+            a kernel may then leave lo unread.
     """
 
     lo: torch.Tensor
@@ -34,6 +36,7 @@ class IntervalMask:
     q_positions: torch.Tensor | None = None
     k_positions: torch.Tensor | None = None
     window: int | None = None
+    diagonal: bool = False
     _memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -95,9 +95,11 @@ def _stage(ctx: TreeContext, plan: StagePlan, window: int | None) -> Stage:
     lo, hi, positions = packed.unbind(0)
     lo = (lo - q_begin).clamp(0, q_end - q_begin)
     hi = (hi - q_begin).clamp(0, q_end - q_begin)
+    # Keys that are all the queries' own rows: only a shard's own keys are, and in their order.
+    diagonal = q_begin == 0 and bool(plan.keys.diagonal.all())
     if window is None:
-        mask = IntervalMask(lo, hi, q_end - q_begin)
+        mask = IntervalMask(lo, hi, q_end - q_begin, diagonal=diagonal)
     else:
         queries = ctx.positions[q_begin:q_end].to(torch.int32)
-        mask = IntervalMask(lo, hi, q_end - q_begin, queries, positions, window)
+        mask = IntervalMask(lo, hi, q_end - q_begin, queries, positions, window, diagonal)
     return Stage(mask, q_begin, q_end)
