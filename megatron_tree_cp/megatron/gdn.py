@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_linear_attention_pattern,
+)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.gated_delta_net import common as stock
@@ -22,7 +25,7 @@ from .norms import local_norm
 from .params import TreePackedSeqParams
 
 # The local implementation keeps its pre-norm apart; checkpoints have it under the fused name.
-_INPUT_NORM_KEYS = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
+INPUT_NORM_KEYS = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 
 
 class TreeGatedDeltaNet(GatedDeltaNet):
@@ -171,25 +174,38 @@ class _HeadNorm:
         return local_norm(*args, **kwargs)
 
 
+def gdn_self_attention(impl: str = "auto") -> ModuleSpec:
+    """What stands for self attention in a Gated DeltaNet layer, of GPTModel and HybridModel."""
+    return ModuleSpec(
+        module=TreeGatedDeltaNet,
+        params={"impl": impl},
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=ColumnParallelLinear, out_norm=_HeadNorm, out_proj=RowParallelLinear
+        ),
+    )
+
+
 def gdn_layer_spec(impl: str = "auto") -> ModuleSpec:
     """Layer of a hybrid stack for the pattern symbol ``G``: ``HybridStackSubmodules.gdn_layer``."""
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=local_norm,
-            self_attention=ModuleSpec(
-                module=TreeGatedDeltaNet,
-                params={"impl": impl},
-                submodules=GatedDeltaNetSubmodules(
-                    in_proj=ColumnParallelLinear,
-                    out_norm=_HeadNorm,
-                    out_proj=RowParallelLinear,
-                ),
-            ),
+            self_attention=gdn_self_attention(impl),
             self_attn_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=dict(_INPUT_NORM_KEYS),
+            sharded_state_dict_keys_map=dict(INPUT_NORM_KEYS),
         ),
     )
+
+
+def gdn_layers(config: TransformerConfig) -> list[bool]:
+    """Per decoder layer of a GPTModel: Gated DeltaNet? (``linear_attention_freq``)
+
+    All False unless ``experimental_attention_variant`` is ``gated_delta_net``.
+    """
+    if config.experimental_attention_variant != "gated_delta_net":
+        return [False] * config.num_layers
+    return [bool(entry) for entry in get_linear_attention_pattern(config)]
 
 
 def gdn_token_flops(config: TransformerConfig) -> float:

@@ -14,13 +14,18 @@ from .values import Array, ArrayValue, frozen_array
 
 @dataclass(frozen=True, eq=False)
 class RankHalo(ArrayValue):
-    """What the taps of one rank's tokens read.
+    """What one rank's runs read before their start; runs are numbered along the shard."""
 
-    ``taps`` int32[width - 1, num_real]: for tap j, the input j + 1 tokens before each token on its
-    path, as a row of [shard rows; received rows]; -1 before a root.
-    """
+    start: Array
+    """int64[R]: first row of each run in the shard."""
 
-    taps: Array
+    length: Array
+    """int64[R]"""
+
+    before: Array
+    """int64[R, width - 1]: the input 1, 2, .. tokens before the run on its path, as a row of [real
+    rows of the shard; received rows]; -1 before a root."""
+
     num_received: int
 
 
@@ -87,29 +92,22 @@ class HaloPlan(ArrayValue):
         return received
 
     def rank(self, rank: int) -> RankHalo:
-        """The taps of ``rank``'s tokens."""
+        """The part of ``rank``."""
         runs = self.recurrence.runs
         mine = np.flatnonzero(runs.owner == rank)
-        start, length = runs.local_start[mine], runs.length[mine]
-        tokens = int(length.sum())
         received = self.received_rows(rank)
-        # Where each halo row lies: in the shard, or among the received rows.
         rows = self.rows[mine]
         run = self.recurrence.run_of(np.maximum(rows, 0))
-        local = runs.local_start[run] + rows - runs.start[run]
-        sorter = np.argsort(received)
+        own = runs.local_start[run] + rows - runs.start[run]
+        found = np.zeros_like(rows)
         if len(received):
-            found = sorter[np.searchsorted(received, rows, sorter=sorter).clip(max=len(sorter) - 1)]
-        else:
-            found = np.zeros_like(rows)
-        place = np.where(runs.owner[run] == rank, local, tokens + found)
-        place = np.where(rows < 0, -1, place)
-        taps = np.empty((self.width - 1, tokens), dtype=np.int64)
-        index = np.arange(tokens)
-        offset = index - np.repeat(start, length)
-        which = np.repeat(np.arange(len(mine)), length)
-        for tap in range(self.width - 1):
-            inside = offset > tap
-            column = np.where(inside, 0, tap - offset)
-            taps[tap] = np.where(inside, index - tap - 1, place[which, column])
-        return RankHalo(frozen_array(taps, np.int32), len(received))
+            sorter = np.argsort(received)
+            entry = np.searchsorted(received, rows, sorter=sorter)
+            found = sorter[entry.clip(max=len(sorter) - 1)]
+        before = np.where(runs.owner[run] == rank, own, int(runs.length[mine].sum()) + found)
+        return RankHalo(
+            start=frozen_array(runs.local_start[mine]),
+            length=frozen_array(runs.length[mine]),
+            before=frozen_array(np.where(rows < 0, -1, before)),
+            num_received=len(received),
+        )

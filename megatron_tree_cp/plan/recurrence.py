@@ -175,7 +175,7 @@ class RecurrencePlan(ArrayValue):
         segments = join_only_children(tree)
         parent = np.arange(len(runs)) - 1
         first = np.searchsorted(runs.start, segments.start)
-        above = tree.parents[tree.segment_of[segments.start]]
+        above = tree.parents[np.searchsorted(tree.segment_starts, segments.start)]
         last_row = tree.segment_ends[np.maximum(above, 0)] - 1
         parent[first] = np.where(above < 0, -1, self.run_of(last_row))
         return frozen_array(parent)

@@ -215,3 +215,17 @@ def test_flops_of_a_layer():
     projections = 2 * 32 * (2 * 16 + 2 * 32 + 2 * 4 + 32)
     recurrence = 4 * (2 * 64 * 5 * 8 + 6 * 8 * 8)
     assert gdn_token_flops(config()) == projections + recurrence
+
+
+def test_linear_layers_of_a_gpt_model():
+    from megatron_tree_cp.megatron.gdn import gdn_layers
+
+    assert gdn_layers(config()) == [False] * 4
+    variant = {"experimental_attention_variant": "gated_delta_net"}
+    assert gdn_layers(config(**variant, linear_attention_freq=4)) == [True, True, True, False]
+    assert gdn_layers(config(**variant, linear_attention_freq=[1, 0, 0, 1])) == [
+        True,
+        False,
+        False,
+        True,
+    ]

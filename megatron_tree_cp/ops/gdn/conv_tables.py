@@ -11,7 +11,7 @@ from megatron_tree_cp.comm.context import TreeContext
 from megatron_tree_cp.comm.exchange import RangeExchange
 from megatron_tree_cp.comm.upload import upload
 from megatron_tree_cp.ops.gdn.tables import recurrence_plan
-from megatron_tree_cp.plan.halo import HaloPlan
+from megatron_tree_cp.plan.halo import HaloPlan, RankHalo
 from megatron_tree_cp.plan.values import Array
 
 
@@ -58,28 +58,33 @@ def conv_tables(ctx: TreeContext, width: int, layout: str = "main") -> ConvTable
 
 
 def build_conv_tables(plan: HaloPlan, ctx: TreeContext) -> ConvTables:
-    """Tables of the context's rank."""
+    """Tables of the context's rank; only what crosses a run's start is made on the host."""
     part = plan.rank(ctx.rank)
-    taps = np.asarray(part.taps)
-    tokens = taps.shape[1]
-    runs = plan.recurrence.runs
-    mine = np.flatnonzero(runs.owner == ctx.rank)
-    length = runs.length[mine]
-    ends = np.repeat(np.cumsum(length), length)
-    offset = np.arange(tokens) - np.repeat(np.cumsum(length) - length, length)
-    rows, offsets, readers = _late(taps, offset)
+    tokens = int(part.length.sum())
+    rows, offsets, readers = _late(part, tokens)
     exchange = None
     if len(plan.exchange.length):
         exchange = RangeExchange(plan.exchange.rank(ctx.rank), ctx.cp_group, ctx.device, ctx.stream)
 
-    def index(values: Array) -> torch.Tensor:
-        return upload(values.astype(np.int32), ctx.device)
+    def index(values: Array, dtype: type = np.int32) -> torch.Tensor:
+        return upload(np.ascontiguousarray(values, dtype=dtype), ctx.device)
 
+    # output_size: the device need not be asked how many tokens there are.
+    start, length = index(part.start, np.int64), index(part.length, np.int64)
+    run = torch.repeat_interleave(length, output_size=tokens)
+    token = torch.arange(tokens, device=ctx.device)
+    offset = token - start[run]
+    before = index(part.before, np.int64)
+    columns = []
+    for tap in range(plan.width - 1):
+        across = before[run, (tap - offset).clamp(min=0)]
+        columns.append(torch.where(offset > tap, token - tap - 1, across))
+    taps = torch.stack(columns) if columns else token.new_zeros(0, tokens)
     return ConvTables(
         num_tokens=tokens,
         num_received=part.num_received,
-        taps=index(taps),
-        ends=index(ends),
+        taps=taps.int(),
+        ends=(start + length)[run].int(),
         late_rows=index(rows),
         late_offsets=index(offsets),
         late_readers=index(readers),
@@ -88,16 +93,14 @@ def build_conv_tables(plan: HaloPlan, ctx: TreeContext) -> ConvTables:
     )
 
 
-def _late(taps: Array, offset: Array) -> tuple[Array, Array, Array]:
-    """Rows read across a run's start, and their readers (tap * n + token) in CSR form.
-
-    The last row of a parent may lie right before its child's first: only the tokens' offsets in
-    their runs tell such a reader from one inside the run.
-    """
-    tokens = taps.shape[1]
-    crossing = (taps >= 0) & (offset <= np.arange(len(taps))[:, None])
-    tap, token = np.nonzero(crossing)
-    row = taps[tap, token]
-    order = np.lexsort((token, tap, row))
+def _late(part: RankHalo, tokens: int) -> tuple[Array, Array, Array]:
+    """Rows read across a run's start, and their readers (tap * n + token) in CSR form."""
+    reach = part.before.shape[1]
+    offset, tap = np.triu_indices(reach)  # the token `offset` rows into a run reads across by `tap`
+    row = part.before[:, tap - offset]
+    reader = tap * tokens + part.start[:, None] + offset
+    valid = (row >= 0) & (offset < part.length[:, None])
+    row, reader = row[valid], reader[valid]
+    order = np.lexsort((reader, row))
     rows, counts = np.unique(row, return_counts=True)
-    return rows, np.concatenate([[0], np.cumsum(counts)]), (tap * tokens + token)[order]
+    return rows, np.concatenate([[0], np.cumsum(counts)]), reader[order]

@@ -36,6 +36,11 @@ class DeltaRule:
     scale: float
     norm: bool
     final: bool
+    state: tuple[int, int, int]
+    """Hv, Dk, Dv."""
+
+    dtype: torch.dtype
+    """Of states between runs: fp32, fp64 for fp64."""
 
     def slots(self, initial: bool) -> StateSlots:
         """Where runs read and leave states in this call."""
@@ -60,13 +65,21 @@ class DistributedDeltaRule(torch.autograd.Function):
         final: bool,
         implementation: Implementation,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rule = DeltaRule(tree, recurrence_tables(tree), implementation.load(), scale, norm, final)
-        real = slice(0, tree.num_real)
-        inputs = tuple(x[real] for x in (q, k, v, g, beta))
-        out, ends, kept = forward_states(inputs, initial, rule)
-        incoming, transfers, saved = kept
-        ctx.save_for_backward(q, k, v, g, beta, initial, incoming, transfers, *saved)
-        ctx.rule = rule
+        rule = DeltaRule(
+            tree,
+            recurrence_tables(tree),
+            implementation.load(),
+            scale,
+            norm,
+            final,
+            state=(v.shape[1], k.shape[2], v.shape[2]),
+            dtype=torch.promote_types(q.dtype, torch.float32),
+        )
+        inputs = (q, k, v, g, beta)
+        real = tuple(x[: tree.num_real] for x in inputs)
+        out, ends, (incoming, transfers, saved) = forward_states(real, initial, rule)
+        ctx.save_for_backward(initial, incoming, transfers, *saved)
+        ctx.rule, ctx.dtypes = rule, tuple(x.dtype for x in inputs)
         ctx.set_materialize_grads(False)
         return pad(out.to(q.dtype), tree.num_tokens), ends
 
@@ -75,17 +88,18 @@ class DistributedDeltaRule(torch.autograd.Function):
     def backward(
         ctx: Any, dout: torch.Tensor | None, dfinal: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, g, beta, initial, incoming, transfers, *saved = ctx.saved_tensors
+        initial, incoming, transfers, *saved = ctx.saved_tensors
         rule: DeltaRule = ctx.rule
-        tokens = rule.ctx.num_real
-        dout = torch.zeros_like(v) if dout is None else dout
-        inputs = tuple(x[:tokens] for x in (q, k, v, g, beta))
+        tree = rule.ctx
+        if dout is None:
+            heads, _, value_dim = rule.state
+            dout = incoming.new_zeros(tree.num_real, heads, value_dim)
         grads, dinitial = backward_states(
-            dout[:tokens], dfinal, inputs, initial, (incoming, transfers, tuple(saved)), rule
+            dout[: tree.num_real], dfinal, initial, (incoming, transfers, tuple(saved)), rule
         )
         padded = tuple(
-            pad(grad.to(x.dtype), rule.ctx.num_tokens)
-            for grad, x in zip(grads, (q, k, v, g, beta), strict=True)
+            pad(grad.to(dtype), tree.num_tokens)
+            for grad, dtype in zip(grads, ctx.dtypes, strict=True)
         )
         return *padded, dinitial, None, None, None, None, None
 
@@ -96,21 +110,21 @@ def forward_states(
     """Outputs [n, Hv, Dv] and final states of the real rows, and what backward needs again.
 
     That is: the states that enter at the heads, the transfers of this rank's exports, and what the
-    kernel saves.
+    kernel restores its preparation from.
     """
     tables, kernel, part = rule.tables, rule.kernel, rule.tables.part
     slots = rule.slots(initial is not None)
-    prep = kernel.prepare(*inputs, tables, rule.scale, rule.norm)
-    states = _initial_slots(inputs, initial, rule, slots)
+    prep = kernel.prepare(inputs, tables, rule.scale, rule.norm)
+    states = _initial_slots(initial, rule, slots)
     incoming = states[: len(part.heads)]
-    transfers = states.new_zeros(0, *states.shape[1:3], states.shape[2])
+    heads, key_dim, value_dim = rule.state
+    transfers = states.new_zeros(0, heads, key_dim, key_dim)
     if tables.exchanges:
         kernel.pass_states(prep, tables.early, slots, states)
         bank = states[_index(slots.write_of, part.exports)]
         if len(part.transfers):
             table = kernel.summarise(prep, tables.summary, tables.summary_slots)
             summary = table[_index(tables.summary_slots.write_of, part.transfers)]
-            value_dim = states.shape[3]
             places = [part.exports.tolist().index(run) for run in part.transfers.tolist()]
             bank[places] = summary[..., :value_dim]
             transfers = summary[..., value_dim:].contiguous()
@@ -129,7 +143,6 @@ def forward_states(
 def backward_states(
     dout: torch.Tensor,
     dfinal: torch.Tensor | None,
-    inputs: Tensors,
     initial: torch.Tensor | None,
     kept: tuple[torch.Tensor, torch.Tensor, Tensors],
     rule: DeltaRule,
@@ -138,15 +151,14 @@ def backward_states(
     tables, kernel, part = rule.tables, rule.kernel, rule.tables.part
     incoming, transfers, saved = kept
     slots = rule.slots(initial is not None)
-    prep = kernel.prepare(*inputs, tables, rule.scale, rule.norm, saved)
-    states = _initial_slots(inputs, initial, rule, slots)
+    prep = kernel.restore(saved, tables, rule.scale, rule.norm)
+    states = _initial_slots(initial, rule, slots)
     states[: len(part.heads)] = incoming
     kernel.pass_states(prep, tables.every, slots, states)
-    shape, device = states.shape[1:], states.device
     del states
     kernel.begin_backward(prep, dout)
     into = tables.gradient_slots[dfinal is not None]
-    grads = torch.empty(into.count, *shape, dtype=incoming.dtype, device=device)
+    grads = incoming.new_empty(into.count, *rule.state)
     runs, exports = len(part.start), len(part.exports)
     grads[runs : runs + exports] = 0
     if dfinal is not None:
@@ -154,7 +166,7 @@ def backward_states(
     if tables.exchanges:
         kernel.pass_gradients(prep, tables.exact, into, grads)
         kernel.pass_gradients(prep, tables.partial, into, grads)
-        bank = grads.new_zeros(len(part.gradient_bank), *shape)
+        bank = grads.new_zeros(len(part.gradient_bank), *rule.state)
         for entry, heads in enumerate(part.gradient_bank):
             for head in heads:
                 bank[entry] += grads[head]
@@ -173,18 +185,14 @@ def backward_states(
 
 
 def _initial_slots(
-    inputs: Tensors, initial: torch.Tensor | None, rule: DeltaRule, slots: StateSlots
+    initial: torch.Tensor | None, rule: DeltaRule, slots: StateSlots
 ) -> torch.Tensor:
     """The state slots [count, Hv, Dk, Dv], the local roots' initial states in their places."""
-    q, _, v = inputs[:3]
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    states = torch.empty(
-        slots.count, v.shape[1], q.shape[2], v.shape[2], dtype=dtype, device=v.device
-    )
+    states = torch.empty(slots.count, *rule.state, dtype=rule.dtype, device=rule.ctx.device)
     if initial is not None:
         first = len(rule.tables.part.heads)
         roots = rule.tables.root_ids
-        states[first : first + len(roots)] = initial[roots].to(dtype)
+        states[first : first + len(roots)] = initial[roots].to(rule.dtype)
     return states
 
 

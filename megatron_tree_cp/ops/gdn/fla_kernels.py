@@ -64,8 +64,8 @@ class Prepared:
     """fp32 [n, Hv]: base-2 log of the decay from each chunk's start."""
 
     beta: torch.Tensor
-    lengths: Tensors | None
-    """1 / length of q and k where the norm is on."""
+    lengths: Tensors
+    """1 / length of q and k where the norm is on, else nothing."""
 
     solved: torch.Tensor
     """[n, Hv, C]: inverse of each block's triangular system."""
@@ -81,48 +81,39 @@ class Prepared:
     saved: Tensors = ()
 
 
-def prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    tables: RecurrenceTables,
-    scale: float,
-    norm: bool,
-    saved: Tensors = (),
-) -> Prepared:
-    """State-free work of all tokens [n, ...] of a shard; `saved` spares most of it in backward."""
+def prepare(inputs: Tensors, tables: RecurrenceTables, scale: float, norm: bool) -> Prepared:
+    """State-free work of all tokens of a shard: q, k, v, g, beta [n, ...]."""
     fla = _fla()
-    v, beta = v.contiguous(), beta.contiguous()
-    lengths = None
-    if saved:
-        q, k, g, solved, *rest = saved
-        lengths = tuple(rest) or None
-    elif len(q) == 0:
-        q, k, g = q.contiguous(), k.contiguous(), g.float().contiguous()
-        solved = v.new_zeros(0, v.shape[1], tables.chunk)
-    else:
-        q, k = q.contiguous(), k.contiguous()
-        if norm:
-            (q, q_length), (k, k_length) = fla.l2norm_fwd(q), fla.l2norm_fwd(k)
-            lengths = (q_length, k_length)
-        g = fla.cumsum(g.contiguous()[None], scale=fla.to_base_2, **_sequences(tables)).squeeze(0)
-        w, u, solved = (
-            x.squeeze(0)
-            for x in fla.solve(
-                k=k[None], v=v[None], g=g[None], beta=beta[None], **_sequences(tables)
-            )
-        )
+    q, k, v, g, beta = (x.contiguous() for x in inputs)
+    lengths: Tensors = ()
     if len(q) == 0:
-        w, u = k.new_zeros(0, v.shape[1], k.shape[2]), v
-    elif saved:
-        w, u = (
-            x.squeeze(0)
-            for x in fla.recompute_w_u(
-                k=k[None], v=v[None], beta=beta[None], A=solved[None], g=g[None], **_runs(tables)
-            )
-        )
+        empty = k.new_zeros(0, v.shape[1], k.shape[2])
+        solved = v.new_zeros(0, v.shape[1], tables.chunk)
+        return _prepared((q, k, v, g.float(), beta, solved), empty, v, tables, scale)
+    if norm:
+        (q, q_length), (k, k_length) = fla.l2norm_fwd(q), fla.l2norm_fwd(k)
+        lengths = (q_length, k_length)
+    g = fla.cumsum(g[None], scale=fla.to_base_2, **_sequences(tables)).squeeze(0)
+    w, u, solved = fla.solve(k=k[None], v=v[None], g=g[None], beta=beta[None], **_sequences(tables))
+    saved = (q, k, v, g, beta, solved.squeeze(0), *lengths)
+    return _prepared(saved, w.squeeze(0), u.squeeze(0), tables, scale)
+
+
+def restore(saved: Tensors, tables: RecurrenceTables, scale: float, norm: bool) -> Prepared:
+    """In backward, what `prepare` gave, from the tensors that it asked to save."""
+    _, k, v, g, beta, solved = saved[:6]
+    if len(k) == 0:
+        return _prepared(saved, k.new_zeros(0, v.shape[1], k.shape[2]), v, tables, scale)
+    w, u = _fla().recompute_w_u(
+        k=k[None], v=v[None], beta=beta[None], A=solved[None], g=g[None], **_runs(tables)
+    )
+    return _prepared(saved, w.squeeze(0), u.squeeze(0), tables, scale)
+
+
+def _prepared(
+    saved: Tensors, w: torch.Tensor, u: torch.Tensor, tables: RecurrenceTables, scale: float
+) -> Prepared:
+    q, k, v, g, beta, solved, *lengths = saved
     return Prepared(
         tables,
         scale,
@@ -131,13 +122,13 @@ def prepare(
         v,
         g,
         beta,
-        lengths,
+        tuple(lengths),
         solved,
         w,
         u,
         states=k.new_empty(tables.num_blocks, v.shape[1], k.shape[2], v.shape[2]),
         writes=torch.empty_like(u),
-        saved=(q, k, g, solved, *(lengths or ())),
+        saved=saved,
     )
 
 
@@ -251,7 +242,7 @@ def token_gradients(prep: Prepared, dout: torch.Tensor) -> Tensors:
     dk = dk + dk_system
     dg = fla.cumsum(dg + dg_system, reverse=True, **_sequences(prep.tables))
     dq, dk = dq.squeeze(0), dk.squeeze(0)
-    if prep.lengths is not None:
+    if prep.lengths:
         q_length, k_length = prep.lengths
         dq = fla.l2norm_bwd(prep.q, q_length, dq.contiguous())
         dk = fla.l2norm_bwd(prep.k, k_length, dk.contiguous())

@@ -1,8 +1,8 @@
 """Implementations of the Gated DeltaNet kernels, what each can do, and the choice between them.
 
-A module for the delta rule has the functions of `tiled.py`: prepare, pass_states, summarise,
-output, begin_backward, pass_gradients, token_gradients. One for the convolution has `forward` and
-`backward` of `conv_torch.py`.
+A module for the delta rule has the functions of `tiled.py`: prepare, restore, pass_states,
+summarise, output, begin_backward, pass_gradients, token_gradients. One for the convolution has
+those of `conv_torch.py`: forward, backward_local, backward_input.
 """
 
 from __future__ import annotations

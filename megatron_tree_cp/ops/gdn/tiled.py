@@ -26,7 +26,7 @@ class Prepared:
     """What is known of every block, without any incoming state, and what passes fill in."""
 
     tables: RecurrenceTables
-    inputs: Tensors
+    blocks: Tensors
     """q, k [NB, C, Hk, D], v [NB, C, Hv, Dv], g, beta [NB, C, Hv] in the dtype of computation."""
 
     scale: float
@@ -57,26 +57,23 @@ class Prepared:
     """Through the block's own outputs: gradient of the state before it, and of its writes."""
 
     saved: Tensors = ()
-    """What backward gets again instead of computing it."""
+    """What `restore` needs in backward."""
 
 
-def prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    tables: RecurrenceTables,
-    scale: float,
-    norm: bool,
-    saved: Tensors = (),
-) -> Prepared:
-    """State-free work of all tokens [n, ...] of a shard."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    inputs = tuple(_to_blocks(x.to(dtype), tables) for x in (q, k, v, g, beta))
-    read, keys, w, u, scores, decay = _block_maps(inputs, scale, norm)
+def prepare(inputs: Tensors, tables: RecurrenceTables, scale: float, norm: bool) -> Prepared:
+    """State-free work of all tokens of a shard: q, k, v, g, beta [n, ...]."""
+    dtype = torch.promote_types(inputs[0].dtype, torch.float32)
+    blocks = tuple(_to_blocks(x.to(dtype), tables) for x in inputs)
+    read, keys, w, u, scores, decay = _block_maps(blocks, scale, norm)
     states = u.new_zeros(tables.num_blocks, u.shape[1], w.shape[3], u.shape[3])
-    return Prepared(tables, inputs, scale, norm, read, keys, w, u, scores, decay, states)
+    return Prepared(
+        tables, blocks, scale, norm, read, keys, w, u, scores, decay, states, saved=inputs
+    )
+
+
+def restore(saved: Tensors, tables: RecurrenceTables, scale: float, norm: bool) -> Prepared:
+    """In backward, what `prepare` gave, from the tensors that it asked to save."""
+    return prepare(saved, tables, scale, norm)
 
 
 def pass_states(
@@ -154,7 +151,7 @@ def token_gradients(prep: Prepared, dout: torch.Tensor) -> Tensors:
     """dq, dk, dv, dg, dbeta of all tokens [n, ...], once every state's gradient is known."""
     dout_blocks = _to_blocks(dout.to(prep.u.dtype), prep.tables).transpose(1, 2)
     with torch.enable_grad():
-        inputs = tuple(x.detach().requires_grad_() for x in prep.inputs)
+        inputs = tuple(x.detach().requires_grad_() for x in prep.blocks)
         read, keys, w, u, scores, decay = _block_maps(inputs, prep.scale, prep.norm)
         writes = u - w @ prep.states
         out = read @ prep.states + scores @ writes
