@@ -21,7 +21,7 @@ TREE_ARGS_DEFAULTS: dict[str, Any] = {
 """``args_defaults`` for Megatron's validation: options whose own default is None."""
 
 
-def tree_defaults() -> dict[str, Any]:
+def tree_defaults(cpu: bool = False) -> dict[str, Any]:
     """Defaults of Megatron options that have one right value in a tree run.
 
     A user who gives another value still gets it, and ``validate_tree_args`` then refuses it by
@@ -32,7 +32,6 @@ def tree_defaults() -> dict[str, Any]:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "moe_token_dispatcher_type": "alltoall",
-        "transformer_impl": "local",
         "apply_rope_fusion": False,
         "no_persist_layer_norm": True,
         "masked_softmax_fusion": False,
@@ -41,6 +40,8 @@ def tree_defaults() -> dict[str, Any]:
         "eval_iters": 0,
         "eval_interval": 1000,
     }
+    if cpu or importlib.util.find_spec("transformer_engine") is None:
+        defaults["transformer_impl"] = "local"  # Megatron's own default is Transformer Engine
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         # An Apex extension; without it Megatron's linear layers refuse to be built.
         defaults["gradient_accumulation_fusion"] = False
@@ -115,8 +116,9 @@ def add_tree_arguments(
         metavar="FILE",
         help="Full-precision metrics: one JSON object an iteration.",
     )
-    if requested_backend(sys.argv[1:] if argv is None else argv) == "tree":
-        parser.set_defaults(**tree_defaults())
+    argv = sys.argv[1:] if argv is None else argv
+    if requested_backend(argv) == "tree":
+        parser.set_defaults(**tree_defaults(cpu="--tree-cpu" in argv))
     return parser
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,6 +61,12 @@ def _cp_comm_type(args: Namespace) -> str:
 def _attention_backend(args: Namespace) -> str:
     backend = getattr(args.attention_backend, "name", args.attention_backend)
     return "" if backend == "auto" else f"--attention-backend {backend}"
+
+
+def _missing_te(args: Namespace) -> str:
+    missing = importlib.util.find_spec("transformer_engine") is None
+    asked = args.transformer_impl == "transformer_engine" and missing
+    return "--transformer-impl transformer_engine" if asked else ""
 
 
 def _window(args: Namespace) -> str:
@@ -187,7 +194,16 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(_cp_comm_type, "the tree plans its own exchanges", "drop it"),
     Refusal(_attention_backend, "it picks Megatron's kernels", "use --tree-attention-impl"),
     # Layers.
-    Refusal(_set("--transformer-impl", "local"), _NO_LAYER, "use --transformer-impl local"),
+    Refusal(
+        _set("--transformer-impl", "local", "transformer_engine"),
+        _NO_LAYER,
+        "use --transformer-impl transformer_engine or local",
+    ),
+    Refusal(
+        _missing_te,
+        "transformer_engine is not installed",
+        "install the [te] extra or use --transformer-impl local",
+    ),
     Refusal(_set("--spec"), "a tree run brings its own layers", "drop it"),
     Refusal(_set("--multi-latent-attention"), _NO_LAYER, "drop it"),
     Refusal(_set("--experimental-attention-variant"), _NO_LAYER, "drop it"),
@@ -211,8 +227,12 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(_set("--fused-residual-rmsnorm"), "it needs Transformer Engine", "drop it"),
     Refusal(_set("--qk-clip"), "it reads logits that tree attention never holds", "drop it"),
     Refusal(_set("--log-max-attention-logit"), "tree attention never holds the logits", "drop it"),
-    Refusal(_set("--fp8-format"), "it needs Transformer Engine", "drop it and use --bf16"),
-    Refusal(_set("--fp4-format"), "it needs Transformer Engine", "drop it and use --bf16"),
+    Refusal(
+        lambda args: _set("--fp8-format")(args) if args.transformer_impl == "local" else "",
+        "it needs Transformer Engine",
+        "use --transformer-impl transformer_engine or drop it",
+    ),
+    Refusal(_set("--fp4-format"), "it was not built for tree runs", "drop it and use --bf16"),
     # Execution.
     Refusal(_set("--cuda-graph-impl", "none"), _SCHEDULE, "use --cuda-graph-impl none"),
     Refusal(_set("--enable-cuda-graph"), _SCHEDULE, "drop it"),

@@ -1,4 +1,4 @@
-"""Layer specs with tree attention, for GPTModel and HybridModel (local implementation).
+"""Layer specs with tree attention, for GPTModel and HybridModel; local ones are made here.
 
 Parameter names, shapes and checkpoint keys are Megatron's. The local implementation keeps its
 pre-norms as modules of their own where Transformer Engine fuses them into the next linear layer;
@@ -38,6 +38,7 @@ from .layers import TreeDotProductAttention
 from .model_shape import moe_layers
 from .moe import TreeMoETransformerLayer, tree_moe
 from .norms import local_norm
+from .te_specs import te_gpt_layer_spec, te_hybrid_stack_spec
 
 _INPUT_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
@@ -50,9 +51,12 @@ def tree_gpt_layer_spec(
 
     ``config`` is a GPTModelConfig; the function goes into its ``transformer_layer_spec``, alone or
     as ``functools.partial(tree_gpt_layer_spec, attention_impl=...)``, which picks the attention
-    implementation. Raises ValueError for a transformer that has no local tree specs.
+    implementation. The layers are those of ``transformer_impl``, local or Transformer Engine.
+    Raises ValueError for a transformer that has no tree specs.
     """
     transformer: TransformerConfig = config.transformer
+    if transformer.transformer_impl == "transformer_engine":
+        return te_gpt_layer_spec(config, vp_stage, attention_impl)
     _require_local(transformer)
     if transformer.pipeline_model_parallel_layout is not None:
         numbers = transformer.pipeline_model_parallel_layout.get_layer_id_list(
@@ -161,8 +165,12 @@ def _with_qk_norm(
     return submodules
 
 
-def make_tree_hybrid_stack_spec(attention_impl: str = "auto") -> ModuleSpec:
+def make_tree_hybrid_stack_spec(
+    attention_impl: str = "auto", transformer_impl: str = "local"
+) -> ModuleSpec:
     """Stack spec of a HybridModel with tree attention: pattern symbols ``*``, ``-`` and ``E``."""
+    if transformer_impl == "transformer_engine":
+        return te_hybrid_stack_spec(attention_impl)
     attention = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -194,4 +202,4 @@ def make_tree_hybrid_stack_spec(attention_impl: str = "auto") -> ModuleSpec:
 
 
 tree_hybrid_stack_spec: ModuleSpec = make_tree_hybrid_stack_spec()
-"""The stack spec with automatic choice of kernels; also usable as ``--spec``."""
+"""The local stack spec with automatic choice of kernels."""

@@ -52,8 +52,21 @@ def apply_tree(model: Any, args: Namespace) -> None:
     else:
         if not args.hybrid_layer_pattern:
             raise InputError("a hybrid model has no layers: give --hybrid-layer-pattern")
-        model.hybrid_stack_spec = make_tree_hybrid_stack_spec(impl)
+        layers = model.transformer.transformer_impl
+        model.hybrid_stack_spec = make_tree_hybrid_stack_spec(impl, layers)
     model.pre_wrap_hooks.append(install_tree_rope)
+
+
+def shard_granule(args: Namespace) -> int:
+    """What the tokens of every shard are padded to a multiple of.
+
+    Sequence parallelism cuts a shard into equal parts. In fp8, Transformer Engine multiplies
+    matrices of whole blocks: 32 rows in mxfp8, 16 otherwise, in each of those parts.
+    """
+    from megatron.core.fp8_utils import get_fp8_align_size
+
+    block = get_fp8_align_size(args.fp8_recipe) if args.fp8 else 1
+    return args.tensor_model_parallel_size * block
 
 
 def plan_recipe(args: Namespace, model: Any) -> PlanRecipe:
@@ -61,7 +74,7 @@ def plan_recipe(args: Namespace, model: Any) -> PlanRecipe:
     return PlanRecipe(
         cp_size=args.context_parallel_size,
         tp_size=args.tensor_model_parallel_size,
-        granule=args.tensor_model_parallel_size,
+        granule=shard_granule(args),
         model=model_shape_from_config(model.transformer, args.hybrid_layer_pattern),
         waves=None if args.tree_waves == "auto" else args.tree_waves,
     )

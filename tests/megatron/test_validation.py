@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 
 import pytest
 
@@ -66,7 +67,7 @@ REFUSED = {
     "no attention": (("--hybrid-layer-pattern=----",), "add a '*'"),
     "cuda graphs": (("--cuda-graph-impl", "local"), "--cuda-graph-impl local"),
     "old cuda graphs": (("--enable-cuda-graph",), "--enable-cuda-graph: it fixes"),
-    "implementation": (("--transformer-impl", "transformer_engine"), "use --transformer-impl loc"),
+    "inference": (("--transformer-impl", "inference_optimized"), "use --transformer-impl trans"),
     "latent attention": (("--multi-latent-attention",), "no tree layers"),
     "variant": (("--experimental-attention-variant", "dsa"), "no tree layers"),
     "spec": (("--spec", "a", "b"), "--spec a b: a tree run brings its own layers"),
@@ -79,6 +80,7 @@ REFUSED = {
     "hybrid cp": (("--hybrid-context-parallel",), "--hybrid-context-parallel"),
     "a2a": (("--cp-comm-type", "a2a"), "--cp-comm-type a2a"),
     "fp8": (("--fp8-format", "hybrid"), "--fp8-format hybrid: it needs Transformer Engine"),
+    "fp4": (("--fp4-format", "e2m1"), "--fp4-format e2m1"),
     "fsdp": (("--use-megatron-fsdp",), "--use-megatron-fsdp"),
     "tp overlap": (("--tp-comm-overlap",), "--tp-comm-overlap"),
     "qk clip": (("--qk-clip",), "--qk-clip"),
@@ -122,6 +124,13 @@ def test_refusals_name_option_reason_and_fix(argv, message):
             check(args)
         assert message in str(error.value)
         assert "\n" not in str(error.value) and len(str(error.value)) < 200
+
+
+def test_layers_that_are_not_installed():
+    if importlib.util.find_spec("transformer_engine") is not None:
+        pytest.skip("Transformer Engine is installed")
+    with pytest.raises(InputError, match=r"is not installed: install the \[te\] extra or use"):
+        prepare_tree_args(parse("--transformer-impl", "transformer_engine"))
 
 
 def test_row_length_fits_megatrons_rule():
