@@ -41,7 +41,8 @@ def rows_of(folder: Path, records: list[dict], max_tokens: int) -> tuple[list[st
     path = rollouts.write(folder / "data.jsonl", records)
     rows = pack_trajectories(read_rollouts([path], load_tokenizer(str(tokenizer))), max_tokens)
     flags = f"--tree-data {path} --tree-tokenizer {tokenizer} --tree-max-tokens {max_tokens}"
-    return flags.split(), len(rows)
+    # As many processes as ranks: on two cores a worker a rank would only add its start.
+    return [*flags.split(), "--tree-planner-workers", "0"], len(rows)
 
 
 @pytest.mark.timeout(600)

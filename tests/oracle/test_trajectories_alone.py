@@ -70,6 +70,8 @@ def oracle(folder: Path, data: list[str], heads: tuple[int, int, int]) -> Oracle
     """Run the trajectories-alone side; one iteration visits the whole data."""
     queries, groups, _ = heads
     shape = f"--num-attention-heads {queries} --num-query-groups {groups}"
+    # The data is one batch, made once: workers would only cost their start.
+    data = [*data, "--tree-planner-workers", "0"]
     argv = [*TINY_MODEL, *shape.split(), *SGD, *training_flags(STEPS, 2, 0.6), *data]
     alone = train(
         "alone", 1, folder / "alone", argv, gradients="1", weights=f"0,{STEPS}", timeout=1200
