@@ -1,49 +1,103 @@
-"""Plan packed rows for a CP size and print who owns what, what travels and what it may cost."""
+"""Plan rows for a CP size and print who owns what, what travels and what it may cost."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import time
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..plan.model import LayerClass, ModelShape
 from ..plan.planner import plan_row
 from ..plan.row_plan import RowPlan
-from ..tree.errors import InputError
-from .rollouts import add_rollout_arguments, pack_rollouts
+from ..tree.packed_tree import PackedTree
+from .row_source import add_plan_arguments, add_row_arguments, model_of, named_rows, profile_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_rollout_arguments(parser)
-    add = parser.add_argument
-    add("--cp-size", type=int, required=True, metavar="N", help="context-parallel ranks")
-    add("--tp-size", type=int, default=1, metavar="N", help="tensor-parallel ranks")
-    add("--waves", type=int, metavar="N", help="force N waves, 0 for fused; default: by cost")
-    add("--windows", type=int, nargs="+", default=[], metavar="W", help="windowed layers beside")
-    add("--row", type=int, metavar="N", help="this row only")
+    add_row_arguments(parser)
+    add_plan_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object a row, a line each")
 
 
 def run(args: argparse.Namespace) -> None:
-    rows = pack_rollouts(args).rows
-    if args.row is not None and not 0 <= args.row < len(rows):
-        raise InputError(f"--row {args.row}: there are {len(rows)} rows, from 0")
-    classes = (LayerClass("global"), *(LayerClass(f"w{w}", window=w) for w in args.windows))
+    model, profile = model_of(args), profile_of(args)
     console = Console()
-    for number in range(len(rows)) if args.row is None else [args.row]:
+    # The planner lives in long-lived workers: what numpy loads on first use is not planning time.
+    plan_row(PackedTree([300, 200, 100], [-1, 0, 0]), 2, model)
+    for row in named_rows(args):
+        begin = time.perf_counter()
         plan = plan_row(
-            rows[number].tree,
-            args.cp_size,
-            ModelShape(classes=classes),
-            tp_size=args.tp_size,
-            waves=args.waves,
+            row.tree, args.cp_size, model, profile, tp_size=args.tp_size, waves=args.waves
         )
-        console.print(plan_table(number, plan))
+        _ = plan.digest  # a plan without one cannot be used
+        planning_ms = (time.perf_counter() - begin) * 1e3
+        if args.json:
+            print(json.dumps(plan_record(row.name, plan, planning_ms, profile.name)))
+        else:
+            console.print(plan_table(row.name, plan, planning_ms))
 
 
-def plan_table(number: int, plan: RowPlan) -> Table:
-    """One row's plan, a line a rank. Times are the cost model's with its default coefficients."""
+def plan_record(name: str, plan: RowPlan, planning_ms: float, profile: str) -> dict[str, Any]:
+    """A plan as JSON: predicted times, a table of ranks, layout, exchanges and digest.
+
+    Times in ms over all layers of the model shape, ranges as [begin, end) row indices; ``pairs``
+    and ``remote_tokens`` of one layer per class.
+    """
+    layout, predicted = plan.layouts["main"], plan.predicted
+    return {
+        "row": name,
+        "num_tokens": plan.tree.num_tokens,
+        "num_segments": plan.tree.num_segments,
+        "cp_size": plan.cp_size,
+        "tp_size": plan.tp_size,
+        "profile": profile,
+        "planning_ms": planning_ms,
+        "predicted": {
+            "total_ms": predicted.total_ms,
+            "forward_ms": float(predicted.forward_ms.max()),
+            "backward_ms": float(predicted.backward_ms.max()),
+            "imbalance": predicted.imbalance,
+            "peak_bytes": float(predicted.peak_bytes.max()),
+        },
+        "ranks": [
+            {
+                "rank": rank,
+                "tokens": int(predicted.tokens[rank]),
+                "shard_size": layout.shard_size(rank),
+                "forward_ms": float(predicted.forward_ms[rank]),
+                "backward_ms": float(predicted.backward_ms[rank]),
+                "peak_bytes": float(predicted.peak_bytes[rank]),
+                "pairs": {n: int(pairs[rank]) for n, pairs in predicted.pairs.items()},
+                "remote_tokens": {n: int(k[rank]) for n, k in predicted.remote_tokens.items()},
+            }
+            for rank in range(plan.cp_size)
+        ],
+        "plan": {
+            "digest": plan.digest,
+            "layout": {
+                "granule": layout.granule,
+                "ranges": [part.tolist() for part in layout.ranges],
+            },
+            "attention": {
+                name: {
+                    "window": part.window,
+                    "fused": part.fused,
+                    "waves": part.num_waves,
+                    "exchanges": [exchange.counts.tolist() for exchange in part.exchanges],
+                }
+                for name, part in plan.attention.items()
+            },
+        },
+        "tried": [{"name": c.name, "total_ms": c.total_ms} for c in predicted.candidates],
+    }
+
+
+def plan_table(name: str, plan: RowPlan, planning_ms: float) -> Table:
+    """One row's plan, a line a rank. Times are the cost model's."""
     layout, predicted = plan.layouts["main"], plan.predicted
     waves = ", ".join(
         f"{name}: {'fused' if part.fused else f'{part.num_waves} waves'}"
@@ -51,21 +105,23 @@ def plan_table(number: int, plan: RowPlan) -> Table:
     )
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=f"row {number}: {plan.tree.num_tokens} tokens, {waves}",
-        caption=f"digest {plan.digest[:16]}, slowest rank / mean {predicted.imbalance:.3f}",
+        title=f"{name}: {plan.tree.num_tokens:,} tokens, {waves}",
+        caption=f"predicted {predicted.total_ms:.2f} ms, slowest rank / mean "
+        f"{predicted.imbalance:.3f}, planned in {planning_ms:.1f} ms, digest {plan.digest[:16]}",
     )
     names = list(plan.attention)
     heads = ["rank", "ranges", "tokens", *(f"pairs\n{n}" for n in names)]
-    for head in (*heads, *(f"KV in\n{n}" for n in names), "fwd ms", "bwd ms"):
+    for head in (*heads, *(f"KV in\n{n}" for n in names), "fwd ms", "bwd ms", "peak GiB"):
         table.add_column(head, justify="right")
     for rank in range(plan.cp_size):
         table.add_row(
             str(rank),
             str(len(layout.ranges[rank])),
             f"{layout.num_real(rank):,}",
-            *(f"{int(predicted.pairs[name][rank]):,}" for name in names),
-            *(f"{int(predicted.remote_tokens[name][rank]):,}" for name in names),
+            *(f"{int(predicted.pairs[n][rank]):,}" for n in names),
+            *(f"{int(predicted.remote_tokens[n][rank]):,}" for n in names),
             f"{predicted.forward_ms[rank]:.2f}",
             f"{predicted.backward_ms[rank]:.2f}",
+            f"{predicted.peak_bytes[rank] / 2**30:.2f}",
         )
     return table

@@ -22,10 +22,16 @@ class PackedRollouts:
     rows: list[PackedRow]
 
 
-def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `pack_rollouts`; they mean what the `--tree-*` flags of training mean."""
+def add_rollout_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """The options of `pack_rollouts`; they mean what the `--tree-*` flags of training mean.
+
+    Where a command has other sources of rows too (``required`` False), it checks them itself.
+    """
     add = parser.add_argument
-    add("paths", nargs="+", metavar="PATH", help="JSON or JSONL rollouts")
+    if required:
+        add("paths", nargs="+", metavar="PATH", help="JSON or JSONL rollouts")
+    else:
+        add("paths", nargs="*", metavar="PATH", help="JSON or JSONL rollouts, or packed rows .npz")
     add(
         "--tokenizer",
         "--tree-tokenizer",
@@ -37,7 +43,7 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens",
         "--tree-max-tokens",
         type=int,
-        required=True,
+        required=required,
         metavar="N",
         help="stored tokens of a row at most",
     )

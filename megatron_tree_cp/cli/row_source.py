@@ -1,0 +1,113 @@
+"""Options of commands that look at rows: a workload preset, packed rows, or rollouts to pack."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..bench.presets import MEASURED_ROWS, PRESETS
+from ..plan.model import LayerClass, ModelShape
+from ..plan.profile import CostProfile, load_profile
+from ..tree.errors import InputError
+from ..tree.packed_tree import PackedTree
+from ..tree.packing import PackedRow
+from ..tree.row_files import load_rows
+from .rollouts import add_rollout_arguments, pack_rollouts
+
+
+@dataclass(frozen=True)
+class NamedRow:
+    """A row to look at: its name in reports, and what was packed into it (None for a preset)."""
+
+    name: str
+    tree: PackedTree
+    packed: PackedRow | None = None
+
+
+def add_row_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `named_rows`."""
+    add_rollout_arguments(parser, required=False)
+    add = parser.add_argument
+    add("--preset", metavar="NAME", help=f"instead of PATH: {', '.join(PRESETS)}")
+    add("--tokens", type=int, metavar="N", help="tokens of a preset's row; default: its own size")
+    add("--row", type=int, metavar="N", help="this row only; a preset's first measured row is 16")
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say what a row is planned for."""
+    add = parser.add_argument
+    add("--cp", "--cp-size", dest="cp_size", type=int, required=True, metavar="N", help="CP ranks")
+    add("--tp-size", "--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
+    add("--waves", type=int, metavar="N", help="force N waves, 0 for fused; default: by cost")
+    add("--windows", type=int, nargs="+", default=[], metavar="W", help="windowed layers beside")
+    add("--layers", type=int, default=1, metavar="N", help="layers of every class")
+    add("--heads", default="32/4/128", metavar="Q/KV/D", help="query heads, KV heads, head dim")
+    add("--hidden-size", type=int, default=4096, metavar="N", help="of the token-local work")
+    add("--token-flops", type=float, metavar="X", help="of that work; 0 plans attention alone")
+    add("--profile", metavar="FILE", help="cost profile (JSON); default: built-in H200-like")
+
+
+def named_rows(args: argparse.Namespace) -> Iterator[NamedRow]:
+    """The rows that the options ask for. Raises InputError before the first is made."""
+    if bool(args.paths) == bool(args.preset):
+        raise InputError("give either rollouts (PATH ...) or --preset NAME")
+    if args.preset:
+        return iter([_preset_row(args)])
+    if args.tokens is not None:
+        raise InputError("--tokens goes with --preset; rollouts take --max-tokens")
+    rows = _packed_rows(args)
+    if args.row is not None and not 0 <= args.row < len(rows):
+        raise InputError(f"--row {args.row}: there are {len(rows)} rows, from 0")
+    numbers = range(len(rows)) if args.row is None else [args.row]
+    return (NamedRow(f"row {n}", rows[n].tree, rows[n]) for n in numbers)
+
+
+def _preset_row(args: argparse.Namespace) -> NamedRow:
+    if args.preset not in PRESETS:
+        raise InputError(f"--preset {args.preset}: known are {', '.join(PRESETS)}")
+    if args.cp_size < 1 or (args.tokens is not None and args.tokens < 1):
+        raise InputError("--cp and --tokens must be at least 1")
+    row = MEASURED_ROWS.start if args.row is None else args.row
+    tree = PRESETS[args.preset].tree(args.cp_size, row, args.tokens)
+    return NamedRow(f"{args.preset} row {row}", tree)
+
+
+def _packed_rows(args: argparse.Namespace) -> list[PackedRow]:
+    packed = [path for path in args.paths if path.endswith(".npz")]
+    if packed and len(packed) < len(args.paths):
+        raise InputError(f"{packed[0]}: packed rows and rollouts cannot be mixed")
+    if packed:
+        return [row for path in packed for row in load_rows(path)]
+    if args.max_tokens is None:
+        raise InputError("rollouts need --max-tokens N: the stored tokens of a row at most")
+    return pack_rollouts(args).rows
+
+
+def model_of(args: argparse.Namespace) -> ModelShape:
+    """The model shape that the plan options describe."""
+    try:
+        query_heads, kv_heads, head_dim = (int(part) for part in args.heads.split("/"))
+    except ValueError:
+        raise InputError(f"--heads {args.heads}: write it as Q/KV/D, like 32/4/128") from None
+    windows = dict.fromkeys([None, *args.windows])
+    return ModelShape(
+        classes=tuple(
+            LayerClass(
+                "global" if window is None else f"w{window}",
+                window=window,
+                layers=args.layers,
+                query_heads=query_heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+            )
+            for window in windows
+        ),
+        hidden_size=args.hidden_size,
+        token_flops=args.token_flops,
+    )
+
+
+def profile_of(args: argparse.Namespace) -> CostProfile:
+    """The cost profile that the plan options name."""
+    return CostProfile() if args.profile is None else load_profile(args.profile)
