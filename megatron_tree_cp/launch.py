@@ -45,10 +45,12 @@ def _launch(argv: list[str]) -> None:
 
         cpu.enable()
     options = expand_tree_config(options)
-    if requested_backend(options) == "te":
+    asks_for_help = not {"-h", "--help"}.isdisjoint(options)
+    tree = requested_backend(options) == "tree" or asks_for_help
+    if not tree:
         options = stock_options(options)
     sys.argv = [str(script), *options]
-    if requested_backend(options) == "tree":
+    if tree:
         from megatron_tree_cp.megatron.install import install
 
         install(exit_on_bad_input=False)
