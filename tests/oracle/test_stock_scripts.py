@@ -8,13 +8,14 @@ import subprocess
 import pytest
 
 from .launch import ROOT, TINY_MODEL, finish, script_command, start, train, training_flags
-from .stock_scripts import stock_scripts
+from .stock_scripts import SCRIPTS, stock_scripts
 
 TREE = [
     *f"--tree-data {ROOT}/examples/rollouts.jsonl --tree-tokenizer bytes".split(),
     *"--tree-max-tokens 2048 --context-parallel-size 2".split(),
     *training_flags(3, 2, 1e-3),
 ]
+HYBRID = ["--hybrid-layer-pattern", "*-*-"]
 EXACT = ("loss_sum", "count", "grad_norm", "rows", "stored_tokens", "consumed_samples")
 
 
@@ -59,24 +60,29 @@ def test_patches_apply(script, tmp_path):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("script", "model"),
+    ("way", "script", "model"),
     [
-        ("pretrain_gpt.py", []),
-        pytest.param(
-            "pretrain_hybrid.py", ["--hybrid-layer-pattern", "*-*-"], marks=pytest.mark.slow
-        ),
+        ("launch", "pretrain_gpt.py", []),
+        pytest.param("patch", "pretrain_gpt.py", [], marks=pytest.mark.slow),
+        pytest.param("launch", "pretrain_hybrid.py", HYBRID, marks=pytest.mark.slow),
     ],
 )
-def test_tree_backend_trains_as_the_own_entry_does(script, model, tmp_path):
-    path = stock_scripts() / script
+def test_tree_backend_trains_as_the_own_entry_does(way, script, model, tmp_path):
+    path, side = stock_scripts() / script, "launch"
+    if way == "patch":
+        for name in SCRIPTS:
+            shutil.copy(stock_scripts() / name, tmp_path)
+        path, side = tmp_path / script, "script"
+        apply = ["git", "apply", str(ROOT / "patches" / f"{script}.patch")]
+        subprocess.run(apply, cwd=tmp_path, check=True, timeout=30)
     argv = [*TINY_MODEL, *TREE, *model]
-    folder = tmp_path / "launched"
+    folder = tmp_path / "stock"
     choice = ["--tree-cpu", "--context-parallel-backend=tree"]
     choice += ["--tree-metrics-file", str(folder / "metrics.jsonl")]
-    process = start(script_command("launch", 2, folder, path, argv + choice), folder)
-    launched = finish(process, folder, 250)
-    assert launched.returncode == 0, launched.output[-6000:]
+    process = start(script_command(side, 2, folder, path, argv + choice), folder)
+    stock = finish(process, folder, 250)
+    assert stock.returncode == 0, stock.output[-6000:]
     own = train("tree", 2, tmp_path / "own", argv)
     assert len(own.records()) == 3
-    for ours, theirs in zip(launched.records(), own.records(), strict=True):
+    for ours, theirs in zip(stock.records(), own.records(), strict=True):
         assert {k: ours[k] for k in EXACT} == {k: theirs[k] for k in EXACT}

@@ -1,0 +1,66 @@
+"""Model configs of Megatron with tree layers: what is set, and what is refused in one line."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from megatron_tree_cp.megatron.tree_model import apply_tree, model_config_from_args
+from megatron_tree_cp.tree.errors import InputError
+
+
+def arguments(**changes) -> Namespace:
+    values = {
+        "tree_attention_impl": "tiled",
+        "hybrid_layer_pattern": None,
+        "rope_scaling_factor": 4.0,
+    }
+    return Namespace(**values | changes)
+
+
+def gpt_config():
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.training.models.gpt import GPTModelConfig
+
+    transformer = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
+    return GPTModelConfig(transformer=transformer, vocab_size=64, seq_length=32)
+
+
+def test_a_gpt_config_gets_layers_positions_and_its_rope_scaling():
+    from megatron_tree_cp.megatron.rope import install_tree_rope
+    from megatron_tree_cp.megatron.specs import tree_gpt_layer_spec
+
+    model = gpt_config()
+    apply_tree(model, arguments())
+    assert model.transformer_layer_spec.func is tree_gpt_layer_spec
+    assert model.transformer_layer_spec.keywords == {"attention_impl": "tiled"}
+    assert model.pre_wrap_hooks[-1] is install_tree_rope
+    assert model.rope_scaling_factor == 4.0
+
+
+@pytest.mark.parametrize(
+    "make, changes, message",
+    [
+        (lambda: None, {}, "the script builds its model by a model provider"),
+        (lambda: Namespace(), {}, "the script builds its model by Namespace"),
+        (gpt_config, {"hybrid_layer_pattern": "*-"}, "use pretrain_hybrid.py"),
+    ],
+)
+def test_other_models_are_refused(make, changes, message):
+    with pytest.raises(InputError, match=message):
+        apply_tree(make(), arguments(**changes))
+
+
+def test_what_megatrons_config_refuses_is_one_line(monkeypatch):
+    from megatron.training import argument_utils
+
+    def refuses(args):
+        raise ValueError("num_query_groups (3) must divide\n   the heads (4)")
+
+    monkeypatch.setattr(argument_utils, "gpt_config_from_args", refuses)
+    with pytest.raises(InputError) as error:
+        model_config_from_args(arguments())
+    assert str(error.value) == (
+        "Megatron refuses the model: num_query_groups (3) must divide the heads (4)"
+    )
