@@ -106,6 +106,7 @@ def _tree_pretrain(stock: Callable[..., Any], args: Namespace, given: tuple, mor
     trainer = TreeTrainer(args, plan_recipe(args, model))
     install_log(trainer)
     install_checkpoint_check(trainer)
+    install_planned_shapes()
     call.arguments["train_valid_test_dataset_provider"] = trainer
     call.arguments["forward_step_func"] = trainer.forward_step
     with _empty_main_module():
@@ -128,6 +129,21 @@ def _empty_main_module() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = script
+
+
+def install_planned_shapes() -> None:
+    """Give Megatron's schedules a communicator that knows shapes from the plan."""
+    from megatron.training import training
+
+    from .pipeline import with_planned_shapes
+
+    stock = training.get_forward_backward_func
+
+    @functools.wraps(stock)
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return with_planned_shapes(stock(*args, **kwargs))
+
+    training.get_forward_backward_func = get_forward_backward_func
 
 
 def install_log(trainer: TreeTrainer) -> None:

@@ -113,14 +113,22 @@ class RowStream:
     def get(self, consumer: int) -> TreeBatch:
         """The next microbatch of ``consumer``."""
         index = self._cursors[consumer]
-        while index >= self._base + len(self._ready):
-            self._ready.append(self._advance())
-        batch = self._ready[index - self._base]
+        batch = self.peek(index)
         self._cursors[consumer] = index + 1
         while self._ready and min(self._cursors) > self._base:
             self._ready.popleft()
             self._base += 1
         return batch
+
+    def position(self, consumer: int) -> int:
+        """Number of microbatches that ``consumer`` has taken."""
+        return self._cursors[consumer]
+
+    def peek(self, index: int) -> TreeBatch:
+        """Microbatch ``index`` of the stream, which not every consumer has taken yet."""
+        while index >= self._base + len(self._ready):
+            self._ready.append(self._advance())
+        return self._ready[index - self._base]
 
     def _advance(self) -> TreeBatch:
         started = time.perf_counter()
@@ -164,6 +172,15 @@ class RowIterator:
 
     def __next__(self) -> TreeBatch:
         return self._stream.get(self._number)
+
+    @property
+    def position(self) -> int:
+        """Number of microbatches taken so far."""
+        return self._stream.position(self._number)
+
+    def peek(self, index: int) -> TreeBatch:
+        """Microbatch ``index`` of the stream without taking it."""
+        return self._stream.peek(index)
 
 
 def device_of_rank() -> torch.device:
