@@ -1,0 +1,92 @@
+"""The reference side: stock layers, stock attention, no shared token, one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.oracle.alone import AloneTrainer
+
+from .probe import Probe
+
+
+class TogetherTrainer(AloneTrainer):
+    """All trajectories of a row in one forward, each attending to itself only.
+
+    Rotary angles count along the whole input; only their differences inside a trajectory matter.
+    """
+
+    def forward_step(self, data_iterator: Any, model: Any) -> Any:
+        planned = next(data_iterator)
+        chosen = [self.trajectories[index] for index in planned.row.trajectories]
+        self.count = sum(self.trained[index] for index in planned.row.trajectories)
+        tokens = [torch.as_tensor(np.asarray(t.tokens, np.int64)) for t in chosen]
+        lengths = torch.tensor([len(t) - 1 for t in tokens])
+        owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        place = torch.arange(len(owner))
+        hidden = (owner[:, None] != owner[None]) | (place[:, None] < place[None])
+        output = model(
+            torch.cat([t[:-1] for t in tokens])[None],
+            place[None],
+            hidden[None, None],
+            labels=torch.cat([t[1:] for t in tokens])[None],
+        ).reshape(-1)
+        masks = [np.ones(len(t.tokens)) if t.loss_mask is None else t.loss_mask for t in chosen]
+        weight = torch.as_tensor(np.concatenate([np.asarray(m, np.float32)[1:] for m in masks]))
+        total = torch.tensor(self.count, dtype=torch.int32)
+
+        def loss_function(values: torch.Tensor) -> Any:
+            loss_sum = (values.float() * weight).sum()
+            self.recorder.add_loss(loss_sum, total)
+            report = torch.cat([loss_sum.detach().view(1), total.float().view(1)])
+            return loss_sum, total, {"lm loss": report}
+
+        return output, loss_function
+
+
+def run_reference(argv: list[str], kind: str, probe: Probe) -> None:
+    """``pretrain()`` with Megatron's own local layers; ``kind`` is a Family's ``reference``."""
+    from megatron.core.enums import ModelType
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.training import pretrain  # the stock one: parsing installs the tree's
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
+
+    from megatron_tree_cp.megatron.install import install_log
+    from megatron_tree_cp.megatron.run import parse
+    from megatron_tree_cp.megatron.tree_model import plan_recipe
+
+    pretrain = getattr(pretrain, "__wrapped__", pretrain)
+    args = parse(argv)
+    model = gpt_config_from_args(args)
+    model.transformer_layer_spec = get_gpt_layer_local_spec(
+        num_experts=args.num_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=args.qk_layernorm,
+        normalization=args.normalization,
+    )
+    kinds = {"alone": AloneTrainer, "together": TogetherTrainer}
+    trainer = kinds[kind](args, plan_recipe(args, model))
+    install_log(trainer)
+
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        planned = next(data_iterator)
+        paths = list(planned.row.paths)
+        batches = iter(paths if kind == "alone" else [np.concatenate(paths)])
+
+        def forward(*inputs: Any, **kwargs: Any) -> Any:
+            probe.path = planned.sample, next(batches)
+            return model(*inputs, **kwargs)
+
+        return trainer.forward_step(iter([planned]), forward)
+
+    pretrain(
+        pretrain_cfg_container_from_args(args, model),
+        trainer,
+        ModelType.encoder_or_decoder,
+        forward_step,
+    )
