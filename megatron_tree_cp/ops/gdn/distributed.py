@@ -121,12 +121,11 @@ def forward_states(
     transfers = states.new_zeros(0, heads, key_dim, key_dim)
     if tables.exchanges:
         kernel.pass_states(prep, tables.early, slots, states)
-        bank = states[_index(slots.write_of, part.exports)]
+        bank = states[slots.write[tables.export_runs].long()]
         if len(part.transfers):
             table = kernel.summarise(prep, tables.summary, tables.summary_slots)
-            summary = table[_index(tables.summary_slots.write_of, part.transfers)]
-            places = [part.exports.tolist().index(run) for run in part.transfers.tolist()]
-            bank[places] = summary[..., :value_dim]
+            summary = table[tables.summary_slots.write[tables.transfer_runs].long()]
+            bank[tables.transfer_places] = summary[..., :value_dim]
             transfers = summary[..., value_dim:].contiguous()
         pending = start_exchange(rule.ctx, "states", part.forward, bank, transfers)
     kernel.pass_states(prep, tables.rest, slots, states)
@@ -201,10 +200,6 @@ def _final_states(states: torch.Tensor, rule: DeltaRule, slots: StateSlots) -> t
     final = states.new_zeros(tables.num_leaves, *states.shape[1:])
     final[tables.leaf_ids] = states[slots.write[tables.leaf_runs].long()]
     return final
-
-
-def _index(places: Any, runs: Any) -> list[int]:
-    return [int(places[run]) for run in runs]
 
 
 def pad(x: torch.Tensor, rows: int) -> torch.Tensor:

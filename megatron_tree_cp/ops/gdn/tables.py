@@ -41,9 +41,7 @@ class StateSlots:
     count: int
     read: torch.Tensor
     write: torch.Tensor
-    read_of: Array
-    write_of: Array
-    """``read`` and ``write`` (int32[R]) on the host."""
+    """int32[R] each."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +96,11 @@ class RecurrenceTables:
     root_runs: torch.Tensor
     root_ids: torch.Tensor
     """int64: runs that start roots, and the roots' numbers."""
+
+    export_runs: torch.Tensor
+    transfer_runs: torch.Tensor
+    transfer_places: torch.Tensor
+    """int64: runs of the exports, of those that are not final, and where these stand among all."""
 
     leaf_runs: torch.Tensor
     leaf_ids: torch.Tensor
@@ -168,6 +171,9 @@ def build_tables(
         every=levels(_by_depth(part.parent)),
         root_runs=index(roots, np.int64),
         root_ids=index(part.root[roots], np.int64),
+        export_runs=index(part.exports, np.int64),
+        transfer_runs=index(part.transfers, np.int64),
+        transfer_places=index(np.searchsorted(part.exports, part.transfers), np.int64),
         leaf_runs=index(leaves, np.int64),
         leaf_ids=index(part.leaf[leaves], np.int64),
         summary_slots=_summary_slots(part, device),
@@ -196,8 +202,9 @@ def _by_depth(parent: Array) -> Levels:
 
 
 def _slots(count: int, read: Array, write: Array, device: torch.device) -> StateSlots:
-    read, write = read.astype(np.int32), write.astype(np.int32)
-    return StateSlots(count, upload(read, device), upload(write, device), read, write)
+    return StateSlots(
+        count, upload(read.astype(np.int32), device), upload(write.astype(np.int32), device)
+    )
 
 
 def _state_slots(
