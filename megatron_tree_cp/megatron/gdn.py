@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -196,6 +197,14 @@ def gdn_layer_spec(impl: str = "auto") -> ModuleSpec:
             sharded_state_dict_keys_map=dict(INPUT_NORM_KEYS),
         ),
     )
+
+
+def with_tree_gdn(layer: ModuleSpec, impl: str = "auto") -> ModuleSpec:
+    """A stock layer spec with our class in the place of ``GatedDeltaNet``: for its own linears."""
+    attention = replace(
+        layer.submodules.self_attention, module=TreeGatedDeltaNet, params={"impl": impl}
+    )
+    return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
 
 
 def gdn_layers(config: TransformerConfig) -> list[bool]:

@@ -229,3 +229,16 @@ def test_linear_layers_of_a_gpt_model():
         False,
         True,
     ]
+
+
+def test_stock_layer_spec_with_our_class():
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    from megatron_tree_cp.megatron.gdn import TreeGatedDeltaNet, with_tree_gdn
+
+    stock = hybrid_stack_spec.submodules.gdn_layer
+    ours = with_tree_gdn(stock, "tiled").submodules.self_attention
+    assert (ours.module, ours.params) == (TreeGatedDeltaNet, {"impl": "tiled"})
+    assert ours.submodules is stock.submodules.self_attention.submodules
+    assert stock.submodules.self_attention.module is GatedDeltaNet
