@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from .model import LayerClass, ModelShape
 from .profile import CostProfile
 from .remote import RemoteKeys
 from .runs import RunTable
-from .simulate import LayerRates, StageLoads, layer_ms
+from .simulate import LayerRates, StageLoads, layer_ms, link_masks
 from .values import Array
 
 
@@ -23,18 +24,18 @@ class CostModel:
     profile: CostProfile
     tp_size: int
 
-    @property
+    @cached_property
     def token_forward_ms(self) -> float:
         """Forward ms of one token's token-local work, an average layer."""
         flops = self.model.total_token_flops() / self.model.num_layers
         return flops / self.tp_size / self.profile.token_flops_per_ms
 
-    @property
+    @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """The distinct windows of the attention classes, in order of appearance."""
         return tuple(dict.fromkeys(layer.window for layer in self.model.attention_classes))
 
-    @property
+    @cached_property
     def other_layers(self) -> int:
         """Layers that are no attention: token-local work only."""
         attention = sum(layer.layers for layer in self.model.attention_classes)
@@ -43,6 +44,18 @@ class CostModel:
     def classes_of(self, window: int | None) -> tuple[LayerClass, ...]:
         """The attention classes with ``window``."""
         return tuple(c for c in self.model.attention_classes if c.window == window)
+
+    @cached_property
+    def _priced(self) -> dict[int | None, list[tuple[int, LayerRates]]]:
+        """(layers, rates) of what has one price, per window: equal classes are priced once."""
+        result: dict[int | None, list[tuple[int, LayerRates]]] = {}
+        for window in self.windows:
+            layers: dict[LayerRates, int] = {}
+            for layer in self.classes_of(window):
+                rates = self.rates(layer)
+                layers[rates] = layers.get(rates, 0) + layer.layers
+            result[window] = [(count, rates) for rates, count in layers.items()]
+        return result
 
     def rates(self, layer: LayerClass) -> LayerRates:
         """Coefficients of ``layer``."""
@@ -59,12 +72,12 @@ class CostModel:
         forward = np.zeros_like(token_forward)
         backward = np.zeros_like(token_forward)
         total = np.zeros(token_forward.shape[:-1])
-        for layer in self.classes_of(window):
-            ahead, back = layer_ms(loads, self.rates(layer), fused)
+        for layers, rates in self._priced[window]:
+            ahead, back = layer_ms(loads, rates, fused)
             ahead, back = ahead + token_forward, back + token_backward
-            forward = forward + layer.layers * ahead
-            backward = backward + layer.layers * back
-            total = total + layer.layers * (ahead.max(-1) + back.max(-1))
+            forward = forward + layers * ahead
+            backward = backward + layers * back
+            total = total + layers * (ahead.max(-1) + back.max(-1))
         return WindowCost(forward, backward, total)
 
     def other_ms(self, tokens: Array) -> WindowCost:
@@ -112,33 +125,40 @@ def local_loads(runs: RunTable, window: int | None) -> tuple[Array, Array]:
 
 
 def stage_loads(
-    runs: RunTable, waves: Sequence[RemoteKeys], window: int | None, local: tuple[Array, Array]
+    runs: RunTable,
+    waves: Sequence[RemoteKeys],
+    window: int | None,
+    local: tuple[Array, Array],
+    profile: CostProfile,
 ) -> StageLoads:
     """Exact loads of a plan's stages; ``local`` is what ``local_loads`` returns."""
     cp_size = runs.cp_size
+    links = link_masks(cp_size, profile)
     shape = (len(waves), cp_size)
     pairs, reached = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    counts = np.zeros((*shape, cp_size), np.int64)
+    moved = np.zeros((2, len(waves), len(links), cp_size))
     for w, keys in enumerate(waves):
         where = (keys.destination, keys.run, keys.start, keys.length)
-        pairs[w] = _by_rank(keys.destination, runs.count_pairs(*where, window), cp_size)
         lo, hi = runs.reach(*where, window)
+        seen = keys.length * (hi - lo) if window is None else runs.count_pairs(*where, window)
+        pairs[w] = _by_rank(keys.destination, seen, cp_size)
         first = np.full(cp_size, runs.tree.num_tokens)
         last = np.zeros(cp_size, np.int64)
         np.minimum.at(first, keys.destination, np.where(hi > lo, lo, runs.tree.num_tokens))
         np.maximum.at(last, keys.destination, hi)
         reached[w] = np.maximum(last - first, 0)
-        counts[w] = keys.exchange(runs).counts
+        counts = links * keys.counts(runs)
+        moved[0, w], moved[1, w] = counts.sum(2), counts.sum(1)
     return StageLoads(
         queries=local[0],
         local_pairs=local[1],
         pairs=pairs,
         reached=reached,
-        counts=counts,
+        sent=moved[0],
+        received=moved[1],
     )
 
 
 def _by_rank(rank: Array, values: Array, cp_size: int) -> Array:
-    total = np.zeros(cp_size, dtype=np.int64)
-    np.add.at(total, rank, values)
-    return total
+    # Sums stay far below 2^53, so that float64 holds them exactly.
+    return np.bincount(rank, weights=values, minlength=cp_size).astype(np.int64)

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from .layout import Layout
-from .values import Array, ArrayValue, frozen_array
+from .values import Array, ArrayValue, frozen_array, merge_sorted
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +131,7 @@ def layout_exchange(src: Layout, dst: Layout) -> ExchangePlan:
         )
     src_start, _, src_rank, src_local = src.pieces
     dst_start, _, dst_rank, dst_local = dst.pieces
-    start = np.union1d(src_start, dst_start)
+    start = merge_sorted(src_start, dst_start)
     length = np.diff(np.append(start, src.num_tokens))
     i = np.searchsorted(src_start, start, side="right") - 1
     j = np.searchsorted(dst_start, start, side="right") - 1

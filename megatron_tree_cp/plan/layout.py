@@ -43,8 +43,10 @@ class Layout(ArrayValue):
     def from_pieces(cls, cuts: Array, owner: Array, cp_size: int, granule: int = 1) -> Layout:
         """Piece i is ``[cuts[i], cuts[i + 1])`` and belongs to rank ``owner[i]``."""
         cuts = np.asarray(cuts, dtype=np.int64)
-        pieces = np.stack([cuts[:-1], cuts[1:]], axis=1)
-        ranges = tuple(pieces[np.asarray(owner) == rank] for rank in range(cp_size))
+        pieces, owner = np.stack([cuts[:-1], cuts[1:]], axis=1), np.asarray(owner)
+        order = np.argsort(owner, kind="stable")
+        ends = np.searchsorted(owner[order], np.arange(cp_size + 1))
+        ranges = tuple(pieces[order[ends[r] : ends[r + 1]]] for r in range(cp_size))
         return cls(int(cuts[-1]), ranges, granule)
 
     @property
@@ -96,6 +98,8 @@ def _join(part: ArrayLike) -> Array:
     rows = np.asarray(part, dtype=np.int64).reshape(-1, 2)
     if (rows[:, 1] < rows[:, 0]).any():
         raise ValueError("Layout: a range ends before it starts")
+    if (rows[1:, 0] > rows[:-1, 1]).all() and (rows[:, 1] > rows[:, 0]).all():
+        return rows
     rows = rows[rows[:, 1] > rows[:, 0]]
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
     if len(rows) < 2:

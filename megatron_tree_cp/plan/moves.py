@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from .cost import CostModel, WindowCost
-from .simulate import StageLoads
+from .simulate import StageLoads, link_masks
 from .units import UnitWork
 from .values import Array
 
@@ -24,13 +24,14 @@ class WindowState:
     """Aggregates of one window's work under an assignment (see the fields' comments)."""
 
     work: UnitWork
-    to_rank: Array  # [U, cp]: pairs of query unit with keys of a rank
-    from_rank: Array  # [cp, U]: pairs of a rank's queries with a key unit
-    need: Array  # [cp, U]: keys of a unit that the rank's queries see
     fetched: Array  # [cp, cp]: keys that a rank's queries see of another, zero of itself
+    need: Array  # [cp, U]: keys of a unit that the rank's queries see
     total: Array  # [cp]: pairs of a rank's queries
     local: Array  # [cp]: those of them with its own keys
+    seen: Array  # [U, cp]: key units of a rank that a query unit sees
     reached: Array  # [cp]: share of the rank's queries that see a remote key
+    sent: Array  # [L, cp]: rows of ``fetched`` that leave a rank, per link class
+    received: Array  # [L, cp]: rows of it that arrive
 
 
 class Assignment:
@@ -39,67 +40,117 @@ class Assignment:
     def __init__(
         self, owner: Array, sizes: Array, works: list[UnitWork], costs: CostModel, cp_size: int
     ) -> None:
-        self.owner, self.sizes, self.works = owner, sizes, works
+        self.owner, self.sizes = owner, sizes
         self.costs, self.cp_size = costs, cp_size
-        self.member = (owner[:, None] == np.arange(cp_size)).astype(np.float64)
-        self.tokens = sizes @ self.member
+        self.links = link_masks(cp_size, costs.profile)
+        self.tokens = self._sum(sizes)
+        self.states = [self._state(work) for work in works]
 
-    @cached_property
-    def states(self) -> list[WindowState]:
-        """Per window, the aggregates of this assignment."""
-        return [self._state(work) for work in self.works]
+    def _sum(self, values: Array) -> Array:
+        """float64[cp]: sums of ``values`` [U] over the units of each rank."""
+        return np.bincount(self.owner, weights=values, minlength=self.cp_size)
+
+    def _sums(self, rows: Array) -> Array:
+        """float64[n, cp]: sums of ``rows`` [n, U] over the units of each rank.
+
+        Not a matrix product: small ones on many ranks would wake the threads of a BLAS.
+        """
+        order = np.argsort(self.owner, kind="stable")
+        first = np.searchsorted(self.owner[order], np.arange(self.cp_size))
+        some = np.append(first[1:], len(order)) > first
+        result = np.zeros((len(rows), self.cp_size))
+        result[:, some] = np.add.reduceat(rows.take(order, 1), first[some], 1)
+        return result
 
     def _state(self, work: UnitWork) -> WindowState:
-        to_rank = self._by_rank(np.add, work.pairs, 1)
-        need = self._by_rank(np.maximum, work.keys, 0)
-        fetched = self._by_rank(np.add, need, 1)
-        fetched[np.diag_indices(self.cp_size)] = 0
-        foreign = self.owner[:, None] != self.owner
-        touched = (work.keys * foreign).any(1) * self.sizes
-        return WindowState(
-            work=work,
-            to_rank=to_rank,
-            from_rank=self._by_rank(np.add, work.pairs, 0),
-            need=need,
+        size, entries = self.cp_size, work.entries
+        reader, source = self.owner[entries.query], self.owner[entries.key]
+        need = np.zeros((size, len(self.owner)))
+        np.maximum.at(need, (reader, entries.key), entries.keys)
+        fetched = self._sums(need)
+        fetched[np.diag_indices(size)] = 0
+        same = reader == source
+        local = np.bincount(reader[same], weights=entries.pairs[same], minlength=size)
+        sees = entries.keys > 0
+        seen = np.bincount((entries.query * size + source)[sees], minlength=len(need[0]) * size)
+        return self._finish(
+            work,
             fetched=fetched,
-            total=work.pairs.sum(1) @ self.member,
-            local=(self.member * to_rank).sum(0),
-            reached=(touched @ self.member) / np.maximum(self.tokens, 1),
+            need=need,
+            total=self._sum(work.queries),
+            local=local,
+            seen=seen.reshape(-1, size),
         )
 
-    def _by_rank(self, combine: np.ufunc, matrix: Array, axis: int) -> Array:
-        """``matrix`` with its units along ``axis`` combined per rank, zero for empty ranks."""
-        order = np.argsort(self.owner, kind="stable")
-        ranks, first = np.unique(self.owner[order], return_index=True)
-        parts = combine.reduceat(matrix.take(order, axis), first, axis)
-        shape = list(matrix.shape)
-        shape[axis] = self.cp_size
-        result = np.zeros(shape)
-        result[(slice(None),) * axis + (ranks,)] = parts
-        return result
+    def _finish(
+        self, work: UnitWork, fetched: Array, need: Array, total: Array, local: Array, seen: Array
+    ) -> WindowState:
+        units = np.arange(len(self.owner))
+        touched = (seen.sum(1) > seen[units, self.owner]) * self.sizes
+        traffic = self.links * fetched  # [L, destination, source]
+        return WindowState(
+            work,
+            fetched=fetched,
+            need=need,
+            total=total,
+            local=local,
+            seen=seen,
+            reached=self._sum(touched) / np.maximum(self.tokens, 1),
+            sent=traffic.sum(1),
+            received=traffic.sum(2),
+        )
+
+    def moved(self, unit: int, to: int) -> Assignment:
+        """This assignment with ``unit`` on rank ``to``: only what changes is computed."""
+        rank = int(self.owner[unit])
+        other = copy(self)
+        other.owner = self.owner.copy()
+        other.owner[unit] = to
+        other.tokens = self.tokens.copy()
+        other.tokens[rank] -= self.sizes[unit]
+        other.tokens[to] += self.sizes[unit]
+        other.states = [other._state_after(state, unit, rank, to) for state in self.states]
+        return other
+
+    def _state_after(self, state: WindowState, unit: int, rank: int, to: int) -> WindowState:
+        work, both = state.work, [rank, to]
+        need, seen = state.need.copy(), state.seen.copy()
+        total, local = state.total.copy(), state.local.copy()
+        need[rank] = work.keys[self.owner == rank].max(0, initial=0)
+        need[to] = np.maximum(need[to], work.keys[unit])
+        sees = work.keys[:, unit] > 0
+        seen[:, rank] -= sees
+        seen[:, to] += sees
+        fetched = state.fetched.copy()
+        fetched[:, rank] -= need[:, unit]
+        fetched[:, to] += need[:, unit]
+        fetched[both] = self._sums(need[both])
+        fetched[both, both] = 0
+        total[rank] -= work.queries[unit]
+        total[to] += work.queries[unit]
+        # Pairs of the unit, as query and as key, with each rank's other units.
+        shared = self._sum(work.pairs[unit] + work.pairs[:, unit])
+        inner = work.pairs[unit, unit]
+        local[rank] -= shared[rank] + inner
+        local[to] += shared[to] - inner
+        return self._finish(work, fetched, need, total, local, seen)
 
     def price(self, options: list[Option]) -> tuple[float, list[WindowCost]]:
         """(score, cost per window) of this assignment with ``options`` per window."""
         parts = []
         for window, state, option in zip(self.costs.windows, self.states, options):
             loads = _loads(
-                self.tokens, state.local, state.total, state.fetched, state.reached, option
+                self.tokens,
+                state.local,
+                state.total,
+                state.sent,
+                state.received,
+                state.reached,
+                option,
             )
             parts.append(self.costs.window_ms(window, loads, option[0]))
-        received = [state.fetched.sum(-1) for state in self.states]
-        return float(self._score(self.tokens, parts, received)), parts
-
-    def best_options(self, choices: list[Option]) -> list[Option]:
-        """Per window, the cheapest of ``choices`` for this assignment."""
-        result = []
-        for i in range(len(self.works)):
-            prices = []
-            for option in choices:
-                options = [choices[0]] * len(self.works)
-                options[i] = option
-                prices.append(float(self.price(options)[1][i].total))
-            result.append(choices[int(np.argmin(prices))])
-        return result
+        received = [state.received.sum(-2) for state in self.states]
+        return float(_score(self.costs, self.tokens, parts, received)), parts
 
     def price_moves(self, rank: int, unit: Array, to: Array, options: list[Option]) -> Array:
         """float64[B]: scores after moving ``unit[i]`` from ``rank`` to ``to[i]``."""
@@ -107,64 +158,113 @@ class Assignment:
         tokens = np.tile(self.tokens, (len(unit), 1))
         tokens[:, rank] -= self.sizes[unit]
         tokens[batch, to] += self.sizes[unit]
-        parts, received = [], []
-        mine = np.flatnonzero(self.owner == rank)
+        parts, arriving = [], []
+        distinct, which = np.unique(unit, return_inverse=True)
         for window, state, option in zip(self.costs.windows, self.states, options):
             work = state.work
             total = np.tile(state.total, (len(unit), 1))
-            moved = work.pairs.sum(1)[unit]
-            total[:, rank] -= moved
-            total[batch, to] += moved
+            total[:, rank] -= work.queries[unit]
+            total[batch, to] += work.queries[unit]
             local = np.tile(state.local, (len(unit), 1))
+            shared = self._sums(work.pairs[distinct] + work.pairs[:, distinct].T)[which]
             inner = work.pairs[unit, unit]
-            local[:, rank] -= state.to_rank[unit, rank] + state.from_rank[rank, unit] - inner
-            local[batch, to] += state.to_rank[unit, to] + state.from_rank[to, unit] + inner
-            fetched = self._fetched_after(state, rank, mine, unit, to)
-            received.append(fetched.sum(-1))
-            loads = _loads(tokens, local, total, fetched, state.reached, option)
+            local[:, rank] -= shared[:, rank] - inner
+            local[batch, to] += shared[batch, to] + inner
+            sent, received = self._traffic_after(state, rank, unit, to)
+            arriving.append(received.sum(-2))
+            loads = _loads(tokens, local, total, sent, received, state.reached, option)
             parts.append(self.costs.window_ms(window, loads, option[0]))
-        return self._score(tokens, parts, received)
+        return np.asarray(_score(self.costs, tokens, parts, arriving))
 
-    def _fetched_after(
-        self, state: WindowState, rank: int, mine: Array, unit: Array, to: Array
-    ) -> Array:
-        keys, need = state.work.keys, state.need
+    def _traffic_after(
+        self, state: WindowState, rank: int, unit: Array, to: Array
+    ) -> tuple[Array, Array]:
+        """(sent, received) [B, L, cp] after each move: two rows and two columns of ``fetched``
+        change, so only their differences are summed."""
+        keys, need, links = state.work.keys, state.need, self.links
         batch = np.arange(len(unit))
         # Needs of the losing rank without the unit: the largest, or the second largest where the
         # unit itself held the maximum.
+        mine = np.flatnonzero(self.owner == rank)
         rows = keys[mine]
         top = rows.argmax(0)
         rest = rows.copy()
         rest[top, np.arange(keys.shape[1])] = 0
-        second = rest.max(0)
-        less = np.where(mine[top] == unit[:, None], second, need[rank])
+        distinct, which = np.unique(unit, return_inverse=True)
+        less = np.where(mine[top] == distinct[:, None], rest.max(0), need[rank])
         more = np.maximum(need[to], keys[unit])
-        fetched = np.tile(state.fetched, (len(unit), 1, 1))
-        fetched[batch, rank] = less @ self.member
-        fetched[batch, to] = more @ self.member
-        of_unit = need[:, unit].T.copy()
-        of_unit[batch, rank] = less[batch, unit]
-        of_unit[batch, to] = more[batch, unit]
-        fetched[:, :, rank] -= of_unit
-        fetched[batch, :, to] += of_unit
-        fetched[:, rank, rank] = 0
-        fetched[batch, to, to] = 0
-        return fetched
 
-    def _score(self, tokens: Array, parts: list[WindowCost], received: list[Array]) -> Array:
-        other = self.costs.other_ms(tokens)
-        total = other.total + sum(part.total for part in parts)
-        ranks = other.forward + other.backward + sum(p.forward + p.backward for p in parts)
-        score = total + MEAN_WEIGHT * ranks.mean(-1)
-        limit = self.costs.profile.memory_limit_bytes
-        if limit is not None:
-            peak = self.costs.peak_bytes(tokens, received).max(-1)
-            score = score * (1 + 100 * np.maximum(peak / limit - 1, 0))
-        return score
+        left = self._sums(less)[which]
+        left[:, rank] = 0
+        left[batch, to] += less[which, unit]
+        gained = self._sums(more)
+        gained[:, rank] -= more[batch, unit]
+        gained[batch, to] = 0
+        # What the other ranks need of the unit comes from another rank now.
+        others = need[:, unit].T.copy()
+        others[:, rank] = 0
+        others[batch, to] = 0
+        outward, inward = links[:, :, rank], links[:, :, to].transpose(2, 0, 1)  # [L,cp], [B,L,cp]
+        sent = state.sent + (left - state.fetched[rank])[:, None] * links[:, rank]
+        sent += (gained - state.fetched[to])[:, None] * links[:, to].transpose(1, 0, 2)
+        sent[:, :, rank] -= others @ outward.T
+        sent[batch, :, to] += (others[:, None] * inward).sum(-1)
+        received = state.received + others[:, None] * (inward - outward)
+        received[:, :, rank] = left @ links[:, rank].T
+        received[batch, :, to] = (gained[:, None] * links[:, to].transpose(1, 0, 2)).sum(-1)
+        return sent, received
+
+
+def price_seeds(
+    seeds: list[Assignment], choices: list[Option]
+) -> tuple[list[float], list[float], list[list[Option]]]:
+    """(score, total ms, cheapest of ``choices`` per window) of each of ``seeds``."""
+    costs = seeds[0].costs
+    tokens = np.stack([seed.tokens for seed in seeds])
+    options: list[list[Option]] = [[] for _ in seeds]
+    parts, received = [], []
+    for i, window in enumerate(costs.windows):
+        states = [seed.states[i] for seed in seeds]
+        names = ("local", "total", "sent", "received", "reached")
+        stacked = {name: np.stack([getattr(state, name) for state in states]) for name in names}
+        received.append(stacked["received"].sum(-2))
+        priced = [
+            costs.window_ms(window, _loads(tokens, option=o, **stacked), o[0]) for o in choices
+        ]
+        best = np.argmin(np.stack([cost.total for cost in priced]), 0)
+        for chosen, option in zip(best, options):
+            option.append(choices[chosen])
+        rank_ms = [
+            np.stack([getattr(priced[b], side)[n] for n, b in enumerate(best)])
+            for side in ("forward", "backward", "total")
+        ]
+        parts.append(WindowCost(*rank_ms))
+    total = costs.other_ms(tokens).total + sum(part.total for part in parts)
+    return list(_score(costs, tokens, parts, received)), list(total), options
+
+
+def _score(
+    costs: CostModel, tokens: Array, parts: list[WindowCost], received: list[Array]
+) -> Array:
+    other = costs.other_ms(tokens)
+    total = other.total + sum(part.total for part in parts)
+    ranks = other.forward + other.backward + sum(p.forward + p.backward for p in parts)
+    score = total + MEAN_WEIGHT * ranks.mean(-1)
+    limit = costs.profile.memory_limit_bytes
+    if limit is not None:
+        peak = costs.peak_bytes(tokens, received).max(-1)
+        score = score * (1 + 100 * np.maximum(peak / limit - 1, 0))
+    return np.asarray(score)
 
 
 def _loads(
-    tokens: Array, local: Array, total: Array, fetched: Array, reached: Array, option: Option
+    tokens: Array,
+    local: Array,
+    total: Array,
+    sent: Array,
+    received: Array,
+    reached: Array,
+    option: Option,
 ) -> StageLoads:
     """Loads with the remote work spread evenly over the option's waves."""
     waves = option[1]
@@ -174,5 +274,6 @@ def _loads(
         local_pairs=local,
         pairs=np.repeat(remote, waves, -2),
         reached=np.repeat((tokens * reached)[..., None, :], waves, -2),
-        counts=np.swapaxes(fetched, -1, -2)[..., None, :, :] / waves,
+        sent=sent[..., None, :, :] / waves,
+        received=received[..., None, :, :] / waves,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..tree.packed_tree import PackedTree
 from .cost import CostModel
 from .layout import Layout
@@ -84,7 +86,7 @@ def _predict(chosen: Schedule, costs: CostModel, tried: tuple[Candidate, ...]) -
     for part in chosen.windows:
         forward = forward + part.cost.forward
         backward = backward + part.cost.backward
-        received = part.loads.counts.sum((0, 1))
+        received = part.loads.received.sum((0, 1)).astype(np.int64)
         by_window.append(received)
         for layer in costs.classes_of(part.window):
             pairs[layer.name] = frozen_array(part.loads.local_pairs + part.loads.pairs.sum(0))

@@ -41,6 +41,12 @@ class RemoteKeys(ArrayValue):
             self.destination[index], self.run[index], self.start[index], self.length[index]
         )
 
+    def counts(self, runs: RunTable) -> Array:
+        """float64[cp, cp]: keys that go from source (first axis) to destination."""
+        size = runs.cp_size
+        flat = runs.owner[self.run].astype(np.int64) * size + self.destination
+        return np.bincount(flat, weights=self.length, minlength=size * size).reshape(size, size)
+
     def exchange(self, runs: RunTable) -> ExchangePlan:
         """The all-to-all that brings these keys to their destinations."""
         return ExchangePlan.from_pieces(

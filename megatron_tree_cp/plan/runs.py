@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from ..tree.packed_tree import PackedTree
-from .values import Array, ArrayValue, frozen_array
+from .values import Array, ArrayValue, frozen_array, merge_sorted
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class RunTable(ArrayValue):
     def _columns(self) -> tuple[Array, ...]:
         segments = join_only_children(self.tree)
         piece_start, _, piece_rank, piece_local = self.layout.pieces
-        start = np.union1d(segments.start, piece_start)
+        start = merge_sorted(segments.start, piece_start)
         segment = np.searchsorted(segments.start, start, side="right") - 1
         piece = np.searchsorted(piece_start, start, side="right") - 1
         return (
@@ -165,9 +165,16 @@ class RunTable(ArrayValue):
         return np.concatenate([[0], np.cumsum(self.length[self.order])])
 
     @cached_property
+    def _rank_first(self) -> Array:
+        return np.searchsorted(self.owner[self.order], np.arange(self.cp_size + 1))
+
+    @cached_property
     def _rank_base(self) -> Array:
-        first = np.searchsorted(self.owner[self.order], np.arange(self.cp_size))
-        return self._tokens_before[first]
+        return self._tokens_before[self._rank_first[:-1]]
+
+    @cached_property
+    def _in_rank_order(self) -> bool:
+        return not (self.owner[1:] < self.owner[:-1]).any()
 
     @cached_property
     def _positions(self) -> RangeMinimum:
@@ -181,6 +188,9 @@ class RunTable(ArrayValue):
 
     def own_interval(self, rank: Array, run: Array) -> tuple[Array, Array]:
         """Entries of ``order`` [begin, end): the runs of ``rank`` inside the subtree of ``run``."""
+        if self._in_rank_order:  # `order` is the row's: no search
+            first, last = self._rank_first[rank], self._rank_first[rank + 1]
+            return np.clip(run, first, last), np.clip(self.stop[run], first, last)
         base = rank.astype(np.int64) * (len(self) + 1)
         begin = np.searchsorted(self._code, base + run)
         return begin, np.searchsorted(self._code, base + self.stop[run])

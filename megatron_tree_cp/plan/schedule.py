@@ -69,7 +69,7 @@ def _schedule_window(
     def price(name: str, parts: tuple[RemoteKeys, ...], fused: bool = False) -> float:
         # Fused and one wave move the same keys: their loads are the same.
         same = [t for t in tried if len(t.waves) == len(parts) == 1]
-        loads = same[0].loads if same else stage_loads(runs, parts, window, local)
+        loads = same[0].loads if same else stage_loads(runs, parts, window, local, costs.profile)
         cost = costs.window_ms(window, loads, fused)
         note = (Candidate(f"window {window}: {name}", float(cost.total)),)
         tried.append(WindowSchedule(window, fused, parts, loads, cost, note))

@@ -14,11 +14,11 @@ import numpy as np
 from ..tree.packed_tree import PackedTree
 from .cost import CostModel, WindowCost
 from .layout import Layout
-from .moves import Assignment, Option
+from .moves import Assignment, Option, price_seeds
 from .row_plan import Candidate
 from .runs import Segments, join_only_children
 from .schedule import MAX_WAVES, Schedule, schedule
-from .units import UnitWork, unit_cuts, unit_work
+from .units import unit_cuts, unit_work
 from .values import Array
 
 MAX_STEPS = 24
@@ -60,19 +60,18 @@ def search_layout(
     cuts = np.union1d(unit_cuts(segments, tree.num_tokens, cp_size), shares)
     works = unit_work(tree, cuts, costs.windows)
     choices = _choices(waves)
-    best: tuple[float, str, Array, list[Option]] | None = None
-    for name, owner in _seeds(compute, cuts, shares, cp_size):
-        seed = Assignment(owner, np.diff(cuts), works, costs, cp_size)
-        options = seed.best_options(choices)
-        score, parts = seed.price(options)
-        tried.append(Candidate(f"seed {name}, on units", _total(seed, parts)))
-        if best is None or score < best[0]:
-            best = (score, name, owner, options)
-    assert best is not None
-    _, name, owner, options = best
-    cuts, owner = _descend(tree, cuts, owner, works, costs, options, cp_size)
-    found = schedule(tree, Layout.from_pieces(cuts, owner, cp_size, granule), costs, waves)
-    tried.append(Candidate(f"{name}, moved", found.total_ms))
+    names, owners = zip(*_seeds(compute, cuts, shares, cp_size))
+    sizes = np.diff(cuts)
+    seeds = [Assignment(owner, sizes, works, costs, cp_size) for owner in owners]
+    scores, totals, options = price_seeds(seeds, choices)
+    tried += [Candidate(f"seed {n}, on units", float(t)) for n, t in zip(names, totals)]
+    best = int(np.argmin(scores))
+    cuts, owner = _descend(tree, cuts, seeds[best], costs, options[best])
+    layout = Layout.from_pieces(cuts, owner, cp_size, granule)
+    if all(map(np.array_equal, layout.ranges, contiguous.ranges)):
+        return chosen, tuple(tried)
+    found = schedule(tree, layout, costs, waves)
+    tried.append(Candidate(f"{names[best]}, moved", found.total_ms))
     if (_excess(found, costs), found.total_ms) < (_excess(chosen, costs), chosen.total_ms):
         chosen = found
     return chosen, tuple(tried)
@@ -84,16 +83,11 @@ def _choices(waves: int | None) -> list[Option]:
     return [(waves == 0, max(waves, 1))]
 
 
-def _total(assignment: Assignment, parts: list[WindowCost]) -> float:
-    other = assignment.costs.other_ms(assignment.tokens)
-    return float(other.total) + sum(float(part.total) for part in parts)
-
-
 def _excess(found: Schedule, costs: CostModel) -> float:
     limit = costs.profile.memory_limit_bytes
     if limit is None:
         return 0.0
-    received = [window.loads.counts.sum((0, 1)) for window in found.windows]
+    received = [window.loads.received.sum((0, 1)) for window in found.windows]
     return max(float(costs.peak_bytes(found.tokens, received).max()) - limit, 0.0)
 
 
@@ -127,37 +121,29 @@ def _seeds(
 
 
 def _descend(
-    tree: PackedTree,
-    cuts: Array,
-    owner: Array,
-    works: list[UnitWork],
-    costs: CostModel,
-    options: list[Option],
-    cp_size: int,
+    tree: PackedTree, cuts: Array, state: Assignment, costs: CostModel, options: list[Option]
 ) -> tuple[Array, Array]:
     """Moves until none helps, then splits of the slowest ranks' units and moves again."""
     steps = 0
     for round_ in range(SPLIT_ROUNDS + 1):
-        state = Assignment(owner, np.diff(cuts), works, costs, cp_size)
         score, parts = state.price(options)
         while steps < MAX_STEPS:
             moves = (_best_move(state, r, options, score) for r in _slowest(state, parts))
             move = next((m for m in moves if m is not None), None)
             if move is None:
                 break
-            owner = state.owner.copy()
-            owner[move[0]] = move[1]
-            state = Assignment(owner, state.sizes, works, costs, cp_size)
+            state = state.moved(*move)
             score, parts = state.price(options)
             steps += 1
         if round_ == SPLIT_ROUNDS or steps == MAX_STEPS:
             break
-        finer = _split_units(cuts, owner, _slowest(state, parts))
+        finer = _split_units(cuts, state.owner, _slowest(state, parts))
         if len(finer) == len(cuts):
             break
-        owner = owner[np.searchsorted(cuts, finer[:-1], side="right") - 1]
+        owner = state.owner[np.searchsorted(cuts, finer[:-1], side="right") - 1]
         cuts, works = finer, unit_work(tree, finer, costs.windows)
-    return cuts, owner
+        state = Assignment(owner, np.diff(cuts), works, costs, state.cp_size)
+    return cuts, state.owner
 
 
 def _split_units(cuts: Array, owner: Array, ranks: list[int]) -> Array:

@@ -32,10 +32,14 @@ def unit_cuts(segments: Segments, num_tokens: int, cp_size: int) -> Array:
     boundary, cell = boundary[inside], cell[inside]
     # The subtree that a boundary closes is the larger, the shallower the next segment starts.
     depth = segments.position[1:][inside]
-    order = np.lexsort((np.abs(boundary - middle[cell]), depth, cell))
-    first = np.unique(cell[order], return_index=True)[1]
+    rank = depth * (2 * size) + np.abs(boundary - middle[cell])
     cuts = middle.copy()
-    cuts[cell[order][first]] = boundary[order][first]
+    if len(cell):
+        first = np.flatnonzero(np.concatenate([[True], cell[1:] != cell[:-1]]))
+        best = np.minimum.reduceat(rank, first)
+        # Written backwards: of equals the first boundary stays.
+        found = np.flatnonzero(rank == np.repeat(best, np.diff(np.append(first, len(cell)))))[::-1]
+        cuts[cell[found]] = boundary[found]
     return np.unique(np.concatenate([[0], cuts, [num_tokens]]))
 
 
@@ -56,6 +60,16 @@ class UnitGrid:
 
 
 @dataclass(frozen=True, eq=False)
+class UnitEntries:
+    """Entries of a `UnitWork`: query unit, key unit, visible pairs, keys seen (0 of its own)."""
+
+    query: Array
+    key: Array
+    pairs: Array
+    keys: Array
+
+
+@dataclass(frozen=True, eq=False)
 class UnitWork:
     """Exact work between units under one window.
 
@@ -65,6 +79,17 @@ class UnitWork:
 
     pairs: Array
     keys: Array
+
+    @cached_property
+    def queries(self) -> Array:
+        """float64[U]: pairs of each unit's queries."""
+        return np.asarray(self.pairs.sum(1))
+
+    @cached_property
+    def entries(self) -> UnitEntries:
+        """What is not zero: most units see few others."""
+        query, key = np.nonzero(self.pairs)
+        return UnitEntries(query, key, self.pairs[query, key], self.keys[query, key])
 
 
 def unit_work(tree: PackedTree, cuts: Array, windows: tuple[int | None, ...]) -> list[UnitWork]:

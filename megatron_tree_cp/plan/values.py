@@ -26,6 +26,13 @@ def expand_ranges(starts: Array, lengths: Array) -> Array:
     return np.arange(int(lengths.sum()), dtype=np.int64) + shift
 
 
+def merge_sorted(first: Array, second: Array) -> Array:
+    """The distinct values of two ascending arrays, ascending (`np.union1d` hashes them first)."""
+    both = np.concatenate([first, second])
+    both.sort(kind="stable")
+    return both[np.concatenate([[True], both[1:] != both[:-1]])] if len(both) else both
+
+
 class ArrayValue:
     """Base of the frozen dataclasses that hold arrays.
 

@@ -124,11 +124,14 @@ class PackedTree:
     @cached_property
     def segment_positions(self) -> IntArray:
         """Position of each segment's first token, [S]."""
-        lengths = self.lengths.tolist()
-        positions: list[int] = []
-        for parent in self.parents.tolist():
-            positions.append(0 if parent < 0 else positions[parent] + lengths[parent])
-        return read_only(np.array(positions, np.int64))
+        # Every segment adds its length below itself: from the next segment to its subtree's end.
+        shift = np.append(0, self.lengths)
+        np.subtract.at(
+            shift,
+            np.append(self.segment_starts, self.num_tokens).searchsorted(self.subtree_ends),
+            self.lengths,
+        )
+        return read_only(np.cumsum(shift)[:-1])
 
     @cached_property
     def depths(self) -> IntArray:

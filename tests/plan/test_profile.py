@@ -11,9 +11,7 @@ from megatron_tree_cp.tree.errors import InputError
 def test_reads_fields_and_keeps_defaults(tmp_path):
     path = tmp_path / "profile.json"
     path.write_text(json.dumps({"name": "here", "exchange_latency_ms": 0.5, "ranks_per_node": 8}))
-    assert load_profile(path) == CostProfile(
-        name="here", exchange_latency_ms=0.5, ranks_per_node=8
-    )
+    assert load_profile(path) == CostProfile(name="here", exchange_latency_ms=0.5, ranks_per_node=8)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,13 @@ import pytest
 
 from megatron_tree_cp.bench.presets import preset_tree
 from megatron_tree_cp.plan import CostProfile, LayerClass, ModelShape, plan_row
-from megatron_tree_cp.plan.simulate import LayerRates, StageLoads, exchange_ms, layer_ms
+from megatron_tree_cp.plan.simulate import (
+    LayerRates,
+    StageLoads,
+    exchange_ms,
+    layer_ms,
+    link_masks,
+)
 
 # One pair costs 1 ms forward and 2.5 ms backward; a key row has 1 byte; copies are free.
 LAYER = LayerClass("x", query_heads=1, kv_heads=1, head_dim=1)
@@ -28,7 +34,15 @@ def rates(profile=PROFILE):
 
 def loads(local, pairs, counts):
     pairs = np.array(pairs)
-    return StageLoads(np.ones(2), np.array(local), pairs, np.zeros_like(pairs), np.array(counts))
+    return StageLoads(
+        np.ones(2), np.array(local), pairs, np.zeros_like(pairs), *traffic(counts, PROFILE)
+    )
+
+
+def traffic(counts, profile):
+    """(sent, received) [W, L, cp] of counts [W, source, destination]."""
+    moved = np.array(counts)[:, None] * link_masks(len(counts[0]), profile)
+    return moved.sum(-1), moved.sum(-2)
 
 
 def test_waves_overlap_the_local_stage():
@@ -55,7 +69,7 @@ def test_batches_price_like_single_plans():
         loads(rng.integers(0, 9, 2), rng.integers(0, 9, (3, 2)), rng.integers(0, 9, (3, 2, 2)))
         for _ in range(5)
     ]
-    names = ("queries", "local_pairs", "pairs", "reached", "counts")
+    names = ("queries", "local_pairs", "pairs", "reached", "sent", "received")
     batch = StageLoads(*(np.stack([getattr(s, n) for s in single]) for n in names))
     for fused in (False, True):
         together = layer_ms(batch, rates(), fused)
@@ -74,12 +88,16 @@ def test_slow_link_between_nodes():
         network_bytes_per_ms=1.0,
     )
     counts = np.zeros((4, 4), int)
+
+    def price():
+        return float(exchange_ms(*traffic(counts[None], profile), 1.0, profile)[0])
+
     counts[0, 1] = 30
-    assert exchange_ms(counts, 1.0, profile) == pytest.approx(1 + 3)
+    assert price() == pytest.approx(1 + 3)
     counts[0, 2] = 4
-    assert exchange_ms(counts, 1.0, profile) == pytest.approx(1 + 5 + 4)
+    assert price() == pytest.approx(1 + 5 + 4)
     counts[0, 0] = 1000  # a rank's own rows do not travel
-    assert exchange_ms(counts, 1.0, profile) == pytest.approx(1 + 5 + 4)
+    assert price() == pytest.approx(1 + 5 + 4)
 
 
 def test_slow_link_changes_placement():
