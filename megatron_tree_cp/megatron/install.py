@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ..tree.errors import InputError
 from .arguments import add_tree_arguments, requested_backend
+from .checkpoint_keys import follow_stored_keys, has_such_keys
 from .run_config import expand_tree_config
 from .trainer import TreeTrainer
 from .tree_model import apply_tree, plan_recipe
@@ -168,19 +169,26 @@ def install_checkpoint_check(trainer: TreeTrainer) -> None:
     """Show ``trainer.ledger`` the arguments in the checkpoint that the run goes on from.
 
     Megatron reads them before it asks for weights and optimizer states: a checkpoint that cannot
-    be resumed is refused in one line rather than inside the load.
+    be resumed is refused in one line rather than inside the load. What it then asks for gets the
+    names that the checkpoint has.
     """
+    from megatron.core.dist_checkpointing import load_tensors_metadata
     from megatron.training import checkpointing
 
     stock = checkpointing._load_base_checkpoint
+    signature = inspect.signature(stock)
+    opened: dict[str, str] = {}
 
     @functools.wraps(stock)
-    def load_base_checkpoint(load_dir, args, *given, **more):
-        loaded = stock(load_dir, args, *given, **more)
-        state_dict = loaded[0]
-        if state_dict and "args" in state_dict and not args.finetune:
+    def load_base_checkpoint(*args, **kwargs):
+        given = signature.bind(*args, **kwargs).arguments
+        asked, folder = given.get("sharded_state_dict"), given["load_dir"]
+        if asked is not None and folder in opened and has_such_keys(asked):
+            follow_stored_keys(asked, load_tensors_metadata(opened[folder]))
+        state_dict, opened[folder], *more = stock(*args, **kwargs)
+        if state_dict and state_dict.get("args") and not given["args"].finetune:
             trainer.ledger.checkpoint_loaded(state_dict["args"])
-        return loaded
+        return state_dict, opened[folder], *more
 
     checkpointing._load_base_checkpoint = load_base_checkpoint
 

@@ -113,3 +113,19 @@ def test_plain_optimizer_keeps_its_expert_parallel_size():
         PackingLedger(arguments(**experts)).checkpoint_loaded(trained())
     for changes in ({"use_distributed_optimizer": True}, {"no_load_optim": True}):
         PackingLedger(arguments(**experts, **changes)).checkpoint_loaded(trained())
+
+
+def test_keys_of_the_local_moe_spec_are_found():
+    from megatron_tree_cp.megatron.checkpoint_keys import follow_stored_keys, has_such_keys
+
+    norm, local = "decoder.layers.pre_mlp_layernorm.weight", "decoder.layers.mlp.linear_fc1."
+    asked = {
+        "model": {"a": Namespace(key=norm), "b": Namespace(key="decoder.final_layernorm.weight")},
+        "optimizer": [Namespace(key=f"optimizer.state.exp_avg.{norm}"), 3.0],
+    }
+    stored = {f"{local}layer_norm_weight", f"optimizer.state.exp_avg.{local}layer_norm_weight"}
+    assert has_such_keys(asked) and not has_such_keys({"b": asked["model"]["b"]})
+    assert follow_stored_keys(asked, {norm, *stored}) == 1  # the model's own name is there
+    assert asked["model"]["a"].key == norm
+    assert follow_stored_keys(asked, stored) == 1
+    assert {asked["model"]["a"].key, asked["optimizer"][0].key} == stored

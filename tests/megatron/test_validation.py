@@ -155,6 +155,27 @@ def test_optimizer_state_that_cannot_be_loaded(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "layers, stage",
+    [
+        (("--moe-layer-freq", "[1,0]"), 2),
+        (("--moe-layer-freq", "[0,1]"), 1),
+        (("--hybrid-layer-pattern", "*E|*-"), 2),
+        (("--moe-layer-freq", "1"), None),
+        (("--hybrid-layer-pattern", "*E|*E"), None),
+        (("--moe-layer-freq", "[1,0,1,0]", "--num-layers", "4"), None),
+    ],
+)
+def test_optimizer_state_that_cannot_be_saved(layers, stage):
+    """A pipeline stage without experts has an empty expert optimizer."""
+    options = ("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--save", "x")
+    args = parse(*EXPERTS, *options, *layers)
+    if stage is None:
+        return prepare_tree_args(args)
+    with pytest.raises(InputError, match=f"no experts on pipeline stage {stage}: Megatron cannot"):
+        prepare_tree_args(args)
+
+
+@pytest.mark.parametrize(
     "argv, message",
     [
         (("--hidden-size", "33"), "Megatron refuses the arguments"),

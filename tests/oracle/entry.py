@@ -43,9 +43,9 @@ def main() -> None:
         record_losses(Path(folder))
         launch.main(argv)
     else:
-        from megatron_tree_cp.megatron.run import run
+        from megatron_tree_cp import pretrain
 
-        run(expand_tree_config(argv))
+        pretrain.main(argv)
 
 
 if __name__ == "__main__":

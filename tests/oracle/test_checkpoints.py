@@ -48,6 +48,20 @@ def test_stock_checkpoint_continues_in_a_tree_run_and_back(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_stock_experts_load_although_the_local_spec_names_a_norm_otherwise(tmp_path):
+    experts = "--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-load-balancing-type none"
+    model = [*flags(tmp_path), *experts.split()]
+    saving = ["--save", str(tmp_path / "ckpt"), "--save-interval", "1"]
+    stock = train(
+        "alone", 1, tmp_path / "stock", [*model, *training_flags(1, 1, 1e-3), *saving], weights="1"
+    )
+    argv = [*model, *training_flags(2, 1, 1e-3), "--load", str(tmp_path / "ckpt")]
+    tree = train("tree", 1, tmp_path / "tree", argv, weights="0")
+    assert worst(stock.tensors("weights", 1)[0], tree.tensors("weights", 0))[1] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_other_rows_than_the_checkpoints_are_refused_in_one_line(tmp_path):
     model = flags(tmp_path)
     schedule = training_flags(1, 1, 1e-3, save_interval=1)
