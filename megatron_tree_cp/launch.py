@@ -40,6 +40,8 @@ def _launch(argv: list[str]) -> None:
     from megatron_tree_cp.megatron.run_config import expand_tree_config, requests_cpu
 
     script, options = _script(argv)
+    # As under `python SCRIPT`, and before Megatron is imported: a checkout's own comes first.
+    sys.path.insert(0, str(script.parent))
     if requests_cpu(options):
         from megatron_tree_cp.megatron import cpu
 
@@ -54,8 +56,6 @@ def _launch(argv: list[str]) -> None:
         from megatron_tree_cp.megatron.install import install
 
         install(exit_on_bad_input=False)
-    # As `python SCRIPT` has it: the script imports its neighbours.
-    sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
 
 

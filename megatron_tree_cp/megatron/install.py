@@ -53,6 +53,7 @@ def install(exit_on_bad_input: bool = True) -> Installed:
         return done
     ending = _exits_on_bad_input if exit_on_bad_input else _passes_bad_input_on
     with ending():
+        _require_version()
         sys.argv[1:] = expand_tree_config(sys.argv[1:])
     if requested_backend(sys.argv[1:]) == "tree":
         allow_wheel_install()
@@ -97,6 +98,16 @@ def install(exit_on_bad_input: bool = True) -> Installed:
     arguments.validate_args = validate_args
     training.pretrain = megatron.training.pretrain = pretrain
     return installed
+
+
+def _require_version() -> None:
+    from megatron.core.package_info import __version__
+
+    if not __version__.startswith("0.19."):
+        raise InputError(
+            f"megatron-core {__version__}: the hooks of a tree run are made for 0.19: install "
+            "0.19.2 or check out branch core_r0.19.0"
+        )
 
 
 def _tree_pretrain(stock: Callable[..., Any], args: Namespace, given: tuple, more: dict) -> Any:

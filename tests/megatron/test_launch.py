@@ -54,3 +54,19 @@ def test_bad_calls_end_in_one_line(argv, message, script, capsys):
 def test_help_says_what_it_is(capsys):
     launch.main(["--help"])
     assert "Run an unmodified stock Megatron-LM script" in capsys.readouterr().out
+
+
+def test_another_release_of_megatron_is_refused(monkeypatch):
+    from megatron.core import package_info
+    from megatron.training import arguments
+
+    from megatron_tree_cp.megatron.install import install
+    from megatron_tree_cp.tree.errors import InputError
+
+    stock = arguments.validate_args
+    monkeypatch.setattr(package_info, "__version__", "0.20.0")
+    with pytest.raises(InputError, match="megatron-core 0.20.0: the hooks of a tree run are made"):
+        install(exit_on_bad_input=False)
+    with pytest.raises(SystemExit) as exit:
+        install()
+    assert exit.value.code == 2 and arguments.validate_args is stock
