@@ -169,7 +169,8 @@ class TreeTopKRouter(TopKRouter):
             topk=self.topk,
             num_experts=self.config.num_moe_experts,
             moe_aux_loss_coeff=coefficient,
-            fused=self.config.moe_router_fusion,
+            # The fused kernel takes a host count; over replicas it is known on the device only.
+            fused=self.config.moe_router_fusion and isinstance(total, int),
         )
 
     def _attach(
@@ -188,7 +189,7 @@ class TreeTopKRouter(TopKRouter):
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         # Grad mode is off in evaluation and in the first pass of recomputation: count once.
-        if self.enable_expert_bias and torch.is_grad_enabled():
+        if self.enable_expert_bias and self.training and torch.is_grad_enabled():
             with torch.no_grad():
                 self.local_tokens_per_expert += (routing_map * self._weights()).sum(dim=0)
 

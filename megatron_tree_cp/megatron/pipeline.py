@@ -22,7 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import get_model_config
 
-Shape = tuple[int, int, int]
+Shape = tuple[int, ...]
 
 
 class PlannedP2PCommunicator(P2PCommunicator):

@@ -69,6 +69,14 @@ def _missing_te(args: Namespace) -> str:
     return "--transformer-impl transformer_engine" if asked else ""
 
 
+def _discarding_recompute(args: Namespace) -> str:
+    """Modules whose output is discarded: Megatron's code for it calls Transformer Engine."""
+    if args.recompute_granularity != "selective" or importlib.util.find_spec("transformer_engine"):
+        return ""
+    asked = sorted({"layernorm", "moe_act"} & set(args.recompute_modules or ()))
+    return f"--recompute-modules {' '.join(asked)}" if asked else ""
+
+
 def _window(args: Namespace) -> str:
     if args.window_size and args.window_size[1] not in (0, -1):
         return f"--window-size {args.window_size[0]},{args.window_size[1]}"
@@ -234,6 +242,11 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(_set("--fp4-format"), "it was not built for tree runs", "drop it and use --bf16"),
     # Execution.
+    Refusal(
+        _discarding_recompute,
+        "Megatron discards and recomputes their output through Transformer Engine",
+        "drop it or install the [te] extra",
+    ),
     Refusal(_set("--cuda-graph-impl", "none"), _SCHEDULE, "use --cuda-graph-impl none"),
     Refusal(_set("--enable-cuda-graph"), _SCHEDULE, "drop it"),
     Refusal(_set("--external-cuda-graph"), _SCHEDULE, "drop it"),

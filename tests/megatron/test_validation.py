@@ -87,6 +87,10 @@ REFUSED = {
     "rl": (("--perform-rl-step",), "--perform-rl-step"),
     "sgd resume": (("--optimizer", "sgd", "--save", "x"), "use --ckpt-format torch"),
     "dispatcher": ((*EXPERTS, "--moe-token-dispatcher-type", "allgather"), "-type alltoall"),
+    "discarding recompute": (
+        (*"--recompute-granularity selective --recompute-modules core_attn layernorm".split(),),
+        "--recompute-modules layernorm: Megatron discards",
+    ),
     "deepep": ((*EXPERTS, "--moe-token-dispatcher-type", "flex"), "install DeepEP"),
     "ncclep": (
         (
