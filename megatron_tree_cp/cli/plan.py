@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..plan.planner import plan_row
 from ..plan.row_plan import RowPlan
-from ..tree.packed_tree import PackedTree
-from .row_source import add_plan_arguments, add_row_arguments, model_of, named_rows, profile_of
+from .row_source import RowPlanner, add_plan_arguments, add_row_arguments, named_rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,19 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    model, profile = model_of(args), profile_of(args)
+    planner = RowPlanner(args)
     console = Console()
-    # The planner lives in long-lived workers: what numpy loads on first use is not planning time.
-    plan_row(PackedTree([300, 200, 100], [-1, 0, 0]), 2, model)
     for row in named_rows(args):
-        begin = time.perf_counter()
-        plan = plan_row(
-            row.tree, args.cp_size, model, profile, tp_size=args.tp_size, waves=args.waves
-        )
-        _ = plan.digest  # a plan without one cannot be used
-        planning_ms = (time.perf_counter() - begin) * 1e3
+        plan, planning_ms = planner.plan(row)
         if args.json:
-            print(json.dumps(plan_record(row.name, plan, planning_ms, profile.name)))
+            print(json.dumps(plan_record(row.name, plan, planning_ms, planner.profile.name)))
         else:
             console.print(plan_table(row.name, plan, planning_ms))
 
@@ -99,10 +89,7 @@ def plan_record(name: str, plan: RowPlan, planning_ms: float, profile: str) -> d
 def plan_table(name: str, plan: RowPlan, planning_ms: float) -> Table:
     """One row's plan, a line a rank. Times are the cost model's."""
     layout, predicted = plan.layouts["main"], plan.predicted
-    waves = ", ".join(
-        f"{name}: {'fused' if part.fused else f'{part.num_waves} waves'}"
-        for name, part in plan.attention.items()
-    )
+    waves = ", ".join(f"{name}: {part.describe()}" for name, part in plan.attention.items())
     table = Table(
         box=box.SIMPLE_HEAD,
         title=f"{name}: {plan.tree.num_tokens:,} tokens, {waves}",

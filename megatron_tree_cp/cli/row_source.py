@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..bench.presets import MEASURED_ROWS, PRESETS
 from ..plan.model import LayerClass, ModelShape
+from ..plan.planner import plan_row
 from ..plan.profile import CostProfile, load_profile
+from ..plan.row_plan import RowPlan
 from ..tree.errors import InputError
 from ..tree.packed_tree import PackedTree
 from ..tree.packing import PackedRow
@@ -84,8 +87,26 @@ def _packed_rows(args: argparse.Namespace) -> list[PackedRow]:
     return pack_rollouts(args).rows
 
 
-def model_of(args: argparse.Namespace) -> ModelShape:
-    """The model shape that the plan options describe."""
+class RowPlanner:
+    """Plans rows for what the plan options describe, and takes the time of it."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.model = _model(args)
+        self.profile = CostProfile() if args.profile is None else load_profile(args.profile)
+        self._parallel = {"tp_size": args.tp_size, "waves": args.waves}
+        self._cp_size = args.cp_size
+        # The planner lives in long-lived workers: what numpy loads at first use is no planning.
+        plan_row(PackedTree([300, 200, 100], [-1, 0, 0]), 2)
+
+    def plan(self, row: NamedRow) -> tuple[RowPlan, float]:
+        """The plan of a row, and the wall ms from its tree to the plan and its digest."""
+        begin = time.perf_counter()
+        plan = plan_row(row.tree, self._cp_size, self.model, self.profile, **self._parallel)
+        _ = plan.digest  # a plan without one cannot be used
+        return plan, (time.perf_counter() - begin) * 1e3
+
+
+def _model(args: argparse.Namespace) -> ModelShape:
     try:
         query_heads, kv_heads, head_dim = (int(part) for part in args.heads.split("/"))
     except ValueError:
@@ -106,8 +127,3 @@ def model_of(args: argparse.Namespace) -> ModelShape:
         hidden_size=args.hidden_size,
         token_flops=args.token_flops,
     )
-
-
-def profile_of(args: argparse.Namespace) -> CostProfile:
-    """The cost profile that the plan options name."""
-    return CostProfile() if args.profile is None else load_profile(args.profile)

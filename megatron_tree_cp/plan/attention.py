@@ -47,6 +47,10 @@ class AttentionPlan(ArrayValue):
         """Number of exchanges, the same on all ranks."""
         return len(self.waves)
 
+    def describe(self) -> str:
+        """``fused``, ``1 wave``, .. for reports."""
+        return "fused" if self.fused else f"{self.num_waves} wave{'s' * (self.num_waves != 1)}"
+
     @cached_property
     def exchanges(self) -> tuple[ExchangePlan, ...]:
         """One all-to-all per wave."""

@@ -29,6 +29,10 @@ class Tokenizer(Protocol):
         """Token ids of `<|role|>` or `<|end|>`: one special token where the vocabulary has it."""
         ...
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text to look at."""
+        ...
+
 
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer `bytes`, `FILE.json` (library `tokenizers`) or `hf:DIR` (`transformers`).
@@ -56,6 +60,10 @@ class ByteTokenizer:
 
     encode_marker = encode
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text to look at: what is no text becomes a replacement character."""
+        return bytes(i if 0 <= i < 256 else 63 for i in ids).decode("utf-8", errors="replace")
+
 
 class FileTokenizer:
     """A JSON file of the `tokenizers` library, such as `tree-cp tokenizer` writes."""
@@ -80,6 +88,10 @@ class FileTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text to look at, special tokens included."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
     def encode_marker(self, marker: str) -> list[int]:
         token = self._backend.token_to_id(marker)
@@ -121,6 +133,10 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         encoded = self._backend.encode(text, add_special_tokens=False, split_special_tokens=True)
         return [int(token) for token in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text to look at, special tokens included."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
     def encode_marker(self, marker: str) -> list[int]:
         token = self._backend.get_vocab().get(marker)
