@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
     planner = RowPlanner(args)
     text_of = _text_of(row, args.tokenizer) if args.show_text else None
     plan, planning_ms = planner.plan(row)
-    title = f"{row.name}: {row.tree.num_tokens:,} tokens on {args.cp_size} ranks"
+    title = f"{row.name}: {row.tree.num_tokens:,} tokens at CP {args.cp_size}"
     drawn = picture(title, plan, planner.profile, planning_ms, text_of)
     written = []
     if html:

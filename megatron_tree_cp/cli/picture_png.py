@@ -109,7 +109,8 @@ def _timeline(axes, picture: Picture, line) -> None:
     ends = attention_ends(line)
     gap = 0.03 * sum(ends.values())
     start = {"forward": 0.0, "backward": ends["forward"] + gap}
-    boxes, colours = [], []
+    boxes: list[tuple[float, float, float, float]] = []
+    colours: list[str | tuple[float, float, float]] = []
     for direction in ends:
         for rank in range(picture.cp_size):
             left = start[direction]

@@ -48,8 +48,10 @@ class AttentionPlan(ArrayValue):
         return len(self.waves)
 
     def describe(self) -> str:
-        """``fused``, ``1 wave``, .. for reports."""
-        return "fused" if self.fused else f"{self.num_waves} wave{'s' * (self.num_waves != 1)}"
+        """``fused``, ``1 wave``, .., ``no exchange``, for reports."""
+        if self.fused or not self.num_waves:
+            return "fused" if self.fused else "no exchange"
+        return f"{self.num_waves} wave{'s' * (self.num_waves > 1)}"
 
     @cached_property
     def exchanges(self) -> tuple[ExchangePlan, ...]:
