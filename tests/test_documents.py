@@ -16,14 +16,29 @@ PAGES = [
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
 
+def load(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_the_argument_page_is_current():
     path = ROOT / "docs" / "generate_arguments.py"
-    spec = importlib.util.spec_from_file_location("generate_arguments", path)
-    generator = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generator)
+    generator = load(path)
     assert generator.PAGE.read_text(encoding="utf-8") == generator.page(), (
         f"options changed: run python {path.relative_to(ROOT)}"
     )
+
+
+def test_the_benchmark_figures_come_from_evidence():
+    path = ROOT / "docs" / "benchmarks" / "generate.py"
+    generator = load(path)
+    evidence = generator.records()
+    hint = f"evidence changed: run python {path.relative_to(ROOT)}"
+    assert generator.PAGE.read_text(encoding="utf-8") == generator.page(evidence), hint
+    text = generator.README.read_text(encoding="utf-8")
+    assert text == generator.readme(text, evidence), hint
 
 
 def slug(heading: str) -> str:
