@@ -6,7 +6,8 @@ weights (``RoutingStatistics``). A loss on a row of W = sum of weights adds
 
     aux_loss         E c / (k W) * sum_e  P_e C_e          P_e, C_e: weighted sums over the row of
     seq_aux_loss     sum_j E c / (k T_j) * sum_e P_je C_je    scores, and of choices, of expert e
-    global_aux_loss  as aux_loss with the choices of all rows of the step so far, over all replicas
+    global_aux_loss  W / V of aux_loss, with the choices of all replicas' rows of the step so far
+                     (V: weights of the replicas' rows at hand; 1 / DP, as Megatron has it)
     z loss           c * sum_t w_t logsumexp(logits_t)^2
 
 to the loss sum that ``--calculate-per-token-loss`` divides by its count: Megatron's own scale for a
@@ -31,6 +32,7 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import MoETransformerLayer
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from .params import TreePackedSeqParams
@@ -272,6 +274,19 @@ class TreeMoETransformerLayer(MoETransformerLayer):
             padding_mask=statistics,
             packed_seq_params=packed_seq_params,
         )
+
+
+def size_router_log(chunks: list[Any]) -> list[Any]:
+    """A pre_wrap_hook: entries of Megatron's router log, one value a layer, on every stage.
+
+    A pipeline stage without experts makes its entries when they are first logged. In a HybridModel
+    it then counts layers with experts, other stages count all layers, and their sum never ends.
+    """
+    config = get_model_config(chunks[0])
+    if config.num_moe_experts is not None:
+        for name in ("load_balancing", "seq_load_balancing", "global_load_balancing", "z"):
+            get_moe_metrics_tracker().ensure_initialized(f"{name}_loss", config.num_layers)
+    return chunks
 
 
 def tree_moe(stock: partial) -> partial:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..tree.errors import InputError
 from .model_shape import model_shape_from_config
+from .moe import size_router_log
 from .rope import install_tree_rope
 from .rows import PlanRecipe
 from .specs import make_tree_hybrid_stack_spec, tree_gpt_layer_spec
@@ -54,7 +55,7 @@ def apply_tree(model: Any, args: Namespace) -> None:
             raise InputError("a hybrid model has no layers: give --hybrid-layer-pattern")
         layers = model.transformer.transformer_impl
         model.hybrid_stack_spec = make_tree_hybrid_stack_spec(impl, layers)
-    model.pre_wrap_hooks.append(install_tree_rope)
+    model.pre_wrap_hooks += [install_tree_rope, size_router_log]
 
 
 def shard_granule(args: Namespace) -> int:

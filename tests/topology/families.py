@@ -66,6 +66,15 @@ FAMILIES: dict[str, Family] = {
             *"--moe-router-score-function sigmoid --moe-router-enable-expert-bias".split(),
         ]
     ),
+    # HybridModel: attention, MLP and experts as layers of their own.
+    "hybrid": Family(
+        [
+            *_EXPERTS,
+            *"--hybrid-layer-pattern *-*E --qk-layernorm".split(),
+            *"--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1".split(),
+        ],
+        reference="together",
+    ),
 }
 
 _CP2 = "--context-parallel-size 2".split()
@@ -76,15 +85,17 @@ _VPP2 = "--num-layers-per-virtual-pipeline-stage 1".split()
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 _SHARDED = "--use-distributed-optimizer --overlap-grad-reduce".split()
 _MOE = ("moe", "moe, sequence loss and expert bias")
+_ALL_EXPERTS = (*_MOE, "hybrid")
 
 TOPOLOGIES: dict[str, Topology] = {
     "CP1": Topology(1, []),
     "CP2": Topology(2, _CP2, fast=("dense",)),
-    "EP2 x CP2": Topology(2, _EP2 + _CP2, families=_MOE, fast=("moe",)),
+    "EP2 x CP2": Topology(2, _EP2 + _CP2, families=_ALL_EXPERTS, fast=("moe",)),
     "TP2 x SP x CP2": Topology(4, _TP2 + _CP2, fast=("dense",)),
-    "TP2 x EP2 x CP2": Topology(4, _TP2 + _EP2 + _CP2, families=_MOE, fast=_MOE),
+    "TP2 x EP2 x CP2": Topology(4, _TP2 + _EP2 + _CP2, families=_ALL_EXPERTS, fast=_MOE),
     "PP2 x CP2": Topology(4, _PP2 + _CP2, fast=("dense", "moe")),
-    "PP2 x VPP2 x CP2": Topology(4, _PP2 + _VPP2 + _CP2),
+    # A hybrid pattern would have to name the stages of its own.
+    "PP2 x VPP2 x CP2": Topology(4, _PP2 + _VPP2 + _CP2, families=("dense", *_MOE)),
     "DP2 x CP2, distributed optimizer, overlapped reduction": Topology(
         4, _CP2 + _SHARDED, optimizer=tuple(ADAM), fast=("dense",)
     ),
@@ -94,9 +105,9 @@ TOPOLOGIES: dict[str, Topology] = {
         _TP2 + _CP2 + "--recompute-granularity selective --recompute-modules core_attn".split(),
         families=("dense",),
     ),
-    "EP2 x PP2, experts and norms recomputed": Topology(
+    "EP2 x PP2, experts recomputed": Topology(
         4,
-        _PP2 + _EP2 + "--recompute-granularity selective --recompute-modules moe layernorm".split(),
+        _PP2 + _EP2 + "--recompute-granularity selective --recompute-modules moe".split(),
         families=_MOE,
     ),
     "PP2 x CP2, full recompute": Topology(4, _PP2 + _CP2 + _FULL),

@@ -46,6 +46,22 @@ class TogetherTrainer(AloneTrainer):
         return output, loss_function
 
 
+def _stock_parts(stack: Any) -> Any:
+    """The hybrid stack with stock attention and experts: Megatron has no local one of its own."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.transformer_layer import MoETransformerLayer
+
+    layers = stack.submodules
+    layers.attention_layer.submodules.self_attention.submodules.core_attention = DotProductAttention
+    layers.moe_layer.module = MoETransformerLayer
+    layers.moe_layer.submodules.mlp = get_moe_module_spec_for_backend(
+        LocalSpecProvider(), num_experts=1
+    )
+    return stack
+
+
 def run_reference(argv: list[str], kind: str, probe: Probe) -> None:
     """``pretrain()`` with Megatron's own local layers; ``kind`` is a Family's ``reference``."""
     from megatron.core.enums import ModelType
@@ -53,22 +69,28 @@ def run_reference(argv: list[str], kind: str, probe: Probe) -> None:
     from megatron.training import pretrain  # the stock one: parsing installs the tree's
     from megatron.training.argument_utils import (
         gpt_config_from_args,
+        hybrid_config_from_args,
         pretrain_cfg_container_from_args,
     )
 
     from megatron_tree_cp.megatron.install import install_log
     from megatron_tree_cp.megatron.run import parse
+    from megatron_tree_cp.megatron.specs import make_tree_hybrid_stack_spec
     from megatron_tree_cp.megatron.tree_model import plan_recipe
 
     pretrain = getattr(pretrain, "__wrapped__", pretrain)
     args = parse(argv)
-    model = gpt_config_from_args(args)
-    model.transformer_layer_spec = get_gpt_layer_local_spec(
-        num_experts=args.num_experts,
-        moe_grouped_gemm=False,
-        qk_layernorm=args.qk_layernorm,
-        normalization=args.normalization,
-    )
+    if args.hybrid_layer_pattern:
+        model = hybrid_config_from_args(args)
+        model.hybrid_stack_spec = _stock_parts(make_tree_hybrid_stack_spec())
+    else:
+        model = gpt_config_from_args(args)
+        model.transformer_layer_spec = get_gpt_layer_local_spec(
+            num_experts=args.num_experts,
+            moe_grouped_gemm=False,
+            qk_layernorm=args.qk_layernorm,
+            normalization=args.normalization,
+        )
     kinds = {"alone": AloneTrainer, "together": TogetherTrainer}
     trainer = kinds[kind](args, plan_recipe(args, model))
     install_log(trainer)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed import run_ranks
+from tests.distributed import RankFailure, run_ranks
 
 from .canonical import Tensors, assemble
 from .families import ADAM, COMMON, FAMILIES, SGD, TOPOLOGIES, Topology, matrix
@@ -47,10 +47,11 @@ def write_rollouts(path: Path) -> Path:
 
 
 class Oracle:
-    """Runs what tests ask for, sessions of equal size together, and keeps the outcomes."""
+    """Runs what tests ask for, many in one session of processes, and keeps the outcomes."""
 
     def __init__(self, folder: Path, wanted: list[tuple[str, str, str]]):
         self.folder, self.wanted = folder, wanted
+        self.failures: dict[str, RankFailure] = {}
         self.data = write_rollouts(folder / "rollouts.jsonl")
         self.ranks: dict[str, list[Outcome]] = {}
 
@@ -87,6 +88,8 @@ class Oracle:
     def tree(self, family: str, topology: str, mutation: str = "") -> list[Outcome]:
         """All ranks' outcomes of a tree run; all wanted ones of its size start together."""
         name = f"{family} on {topology} {mutation}".strip()
+        if name in self.failures:
+            raise self.failures[name]
         if name not in self.ranks:
             size = TOPOLOGIES[topology].ranks
             runs = [
@@ -99,8 +102,22 @@ class Oracle:
                 for f, t, m in self.wanted
                 if TOPOLOGIES[t].ranks == size
             ]
-            self._session(size, runs)
+            try:
+                self._session(size, runs)
+            except RankFailure:
+                if len(runs) == 1:
+                    raise
+                self._one_by_one(size, runs)
+                return self.tree(family, topology, mutation)
         return self.ranks[name]
+
+    def _one_by_one(self, size: int, runs: list[Run]) -> None:
+        """After a session failed: find out which of its runs do."""
+        for run in runs:
+            try:
+                self._session(size, [run])
+            except RankFailure as failure:
+                self.failures[run.name] = failure
 
     def _session(self, size: int, runs: list[Run]) -> None:
         outcomes = run_ranks(size, session, self.folder, runs, timeout=60 + 60 * len(runs))
