@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from .values import Array, ArrayValue, expand_ranges, frozen_array
 
@@ -29,7 +28,8 @@ class Layout(ArrayValue):
             raise ValueError(f"Layout: granule must be at least 1, got {self.granule}")
         if not self.ranges:
             raise ValueError("Layout needs ranges for at least one rank")
-        joined = tuple(frozen_array(_join(part)) for part in self.ranges)
+        parts = [np.array(part, dtype=np.int64).reshape(-1, 2) for part in self.ranges]
+        joined = tuple(map(frozen_array, parts if _are_joined(parts) else map(_join, parts)))
         object.__setattr__(self, "ranges", joined)
         rows = np.concatenate(joined)
         rows = rows[np.argsort(rows[:, 0], kind="stable")]
@@ -83,8 +83,8 @@ class Layout(ArrayValue):
         lengths = rows[:, 1] - rows[:, 0]
         ranks = np.repeat(np.arange(self.cp_size, dtype=np.int32), sizes)
         local = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if len(rows) else lengths
-        first = np.concatenate([[0], np.cumsum([self.num_real(r) for r in range(self.cp_size)])])
-        local = local - first[ranks]
+        first = np.searchsorted(ranks, np.arange(self.cp_size))
+        local = local - np.append(local, 0)[first][ranks]
         order = np.argsort(rows[:, 0], kind="stable")
         return (
             frozen_array(rows[order, 0]),
@@ -94,12 +94,18 @@ class Layout(ArrayValue):
         )
 
 
-def _join(part: ArrayLike) -> Array:
-    rows = np.asarray(part, dtype=np.int64).reshape(-1, 2)
+def _are_joined(parts: list[Array]) -> bool:
+    """Whether all ranges are ascending, not empty and apart, rank by rank: one look at them all."""
+    rows = np.concatenate(parts)
+    apart = rows[1:, 0] > rows[:-1, 1]
+    borders = np.cumsum([len(part) for part in parts])[:-1]
+    apart[borders[(borders > 0) & (borders < len(rows))] - 1] = True
+    return bool(apart.all() and (rows[:, 1] > rows[:, 0]).all())
+
+
+def _join(rows: Array) -> Array:
     if (rows[:, 1] < rows[:, 0]).any():
         raise ValueError("Layout: a range ends before it starts")
-    if (rows[1:, 0] > rows[:-1, 1]).all() and (rows[:, 1] > rows[:, 0]).all():
-        return rows
     rows = rows[rows[:, 1] > rows[:, 0]]
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
     if len(rows) < 2:

@@ -17,7 +17,7 @@ TILE = 128
 
 @dataclass(frozen=True, eq=False)
 class RemoteKeys(ArrayValue):
-    """Key ranges that ranks need from others, sorted by (destination, source, row index).
+    """Key ranges that ranks need from others; in a plan sorted by (destination, source, row index).
 
     int64[n]: ``destination`` rank, ``run`` (index into the run table), ``start`` row index and
     ``length`` of the part of the run that is needed.
@@ -58,32 +58,30 @@ class RemoteKeys(ArrayValue):
         )
 
 
-def remote_keys(
-    runs: RunTable, window: int | None, pairs: tuple[Array, Array] | None = None
-) -> RemoteKeys:
-    """All keys that some query of another rank sees, once per destination rank.
+def remote_keys(runs: RunTable, window: int | None) -> RemoteKeys:
+    """All keys that some query of another rank sees, once per destination rank."""
+    rank = np.repeat(np.arange(runs.cp_size), len(runs.split))
+    keys = needed_keys(runs, window, rank, np.tile(runs.split, runs.cp_size))
+    return keys.take(np.lexsort((keys.run, runs.owner[keys.run], keys.destination)))
+
+
+def needed_keys(runs: RunTable, window: int | None, rank: Array, run: Array) -> RemoteKeys:
+    """Those of the given (rank, run) pairs that are needed, in the given order.
 
     With a window only the suffix of a run is needed whose positions are above the oldest reachable
-    query's position minus the window. ``pairs`` (destination, run) limits what is looked at.
+    query's position minus the window.
     """
-    if pairs is None:
-        rank = np.repeat(np.arange(runs.cp_size), len(runs.split))
-        run = np.tile(runs.split, runs.cp_size)
-    else:
-        rank, run = pairs
-    other = runs.owner[run] != rank
-    run, rank = run[other], rank[other]
     begin, end = runs.own_interval(rank, run)
-    some = end > begin
+    some = (end > begin) & (runs.owner[run] != rank)
     run, rank, begin, end = run[some], rank[some], begin[some], end[some]
-    skip = np.zeros(len(run), dtype=np.int64)
+    start, length = runs.start[run], runs.length[run]
     if window is not None and len(run):
         skip = runs.oldest_query(begin, end) - window + 1 - runs.position[run]
-        skip = np.clip(skip, 0, runs.length[run])
-    order = np.lexsort((run, runs.owner[run], rank))
-    order = order[runs.length[run[order]] > skip[order]]
-    run, skip = run[order], skip[order]
-    return RemoteKeys(rank[order], run, runs.start[run] + skip, runs.length[run] - skip)
+        skip = np.clip(skip, 0, length)
+        kept = length > skip
+        rank, run = rank[kept], run[kept]
+        start, length = (start + skip)[kept], (length - skip)[kept]
+    return RemoteKeys(rank, run, start, length)
 
 
 def split_waves(

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from ..tree.packed_tree import PackedTree
-from .remote import remote_keys
+from .remote import needed_keys
 from .runs import RunTable, Segments
 from .values import Array, expand_ranges, frozen_array
 
@@ -103,7 +103,7 @@ def unit_work(tree: PackedTree, cuts: Array, windows: tuple[int | None, ...]) ->
     pairs = (expand_ranges(owner[crossing] + 1, spread), np.repeat(crossing, spread))
     result = []
     for window in windows:
-        far = remote_keys(runs, window, pairs)
+        far = needed_keys(runs, window, *pairs)
         flat = far.destination * size + owner[far.run]
         between = runs.count_pairs(far.destination, far.run, far.start, far.length, window)
         within = runs.count_pairs(owner, np.arange(len(runs)), runs.start, runs.length, window)
