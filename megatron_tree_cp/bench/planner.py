@@ -19,6 +19,8 @@ from ..tree.packed_tree import PackedTree
 from .evidence import Evidence, spread, write_evidence
 from .presets import MEASURED_ROWS, PRESETS
 
+SIZES = ((262_144, 8), (1_048_576, 64))
+
 MODULE = "python -m megatron_tree_cp.bench.planner"
 
 
@@ -45,49 +47,60 @@ def measure_planning(preset: str, cp_size: int, tokens: int, rows: range) -> lis
     return result
 
 
+def _record(
+    preset: str, tokens: int, cp_size: int, count: int, commit: str, command: str
+) -> Evidence:
+    rows = range(MEASURED_ROWS.start, MEASURED_ROWS.start + count)
+    measured = measure_planning(preset, cp_size, tokens, rows)
+    gain = [100 * (1 - m["predicted_ms"] / m["contiguous_ms"]) for m in measured]
+    metrics = {
+        "planning_cpu_ms": spread([m["cpu_ms"] for m in measured]),
+        "planning_wall_ms": spread([m["wall_ms"] for m in measured]),
+        "predicted_gain_percent": spread(gain, higher_is_better=True),
+    }
+    cpu, wall = metrics["planning_cpu_ms"], metrics["planning_wall_ms"]
+    print(
+        f"{preset:12} {tokens:>9,} tokens CP{cp_size:<3} CPU ms {cpu['median']:6.1f} "
+        f"(p95 {cpu['p95']:.1f})  wall ms {wall['median']:6.1f}  "
+        f"predicted gain {metrics['predicted_gain_percent']['median']:.2f} %",
+        flush=True,
+    )
+    return Evidence(
+        what="planner",
+        preset=preset,
+        cp=cp_size,
+        metrics=metrics,
+        hardware=f"{platform.machine()} CPU, one thread, shared with other work",
+        software={"python": platform.python_version(), "numpy": np.__version__},
+        commit=commit,
+        command=command,
+        date=datetime.date.today().isoformat(),
+        variant=f"{tokens} tokens",
+        rows=measured,
+    )
+
+
+def _size(text: str) -> tuple[int, int]:
+    tokens, _, cp_size = text.partition("x")
+    return int(tokens), int(cp_size)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog=MODULE, description=__doc__)
     add = parser.add_argument
     add("--preset", nargs="+", default=list(PRESETS), choices=PRESETS, metavar="NAME")
-    add("--cp", type=int, default=8)
-    add("--tokens", type=int, default=262_144)
+    add("--size", nargs="+", type=_size, default=SIZES, metavar="TOKENSxCP", help="rows and ranks")
     add("--rows", type=int, default=len(MEASURED_ROWS))
     add("--commit", default="unknown", metavar="HASH")
     add("--evidence", type=Path, metavar="FILE.json")
     args = parser.parse_args()
-    command = f"{MODULE} --preset {' '.join(args.preset)} --cp {args.cp} --tokens {args.tokens}"
-    records = []
-    for preset in args.preset:
-        rows = range(MEASURED_ROWS.start, MEASURED_ROWS.start + args.rows)
-        measured = measure_planning(preset, args.cp, args.tokens, rows)
-        gain = [100 * (1 - m["predicted_ms"] / m["contiguous_ms"]) for m in measured]
-        metrics = {
-            "planning_cpu_ms": spread([m["cpu_ms"] for m in measured]),
-            "planning_wall_ms": spread([m["wall_ms"] for m in measured]),
-            "predicted_gain_percent": spread(gain, higher_is_better=True),
-        }
-        records.append(
-            Evidence(
-                what="planner",
-                preset=preset,
-                cp=args.cp,
-                metrics=metrics,
-                hardware=f"{platform.machine()} CPU, one thread",
-                software={"python": platform.python_version(), "numpy": np.__version__},
-                commit=args.commit,
-                command=f"{command} --rows {args.rows}",
-                date=datetime.date.today().isoformat(),
-                variant=f"{args.tokens} tokens",
-                rows=measured,
-            )
-        )
-        cpu, wall = metrics["planning_cpu_ms"], metrics["planning_wall_ms"]
-        print(
-            f"{preset:12} {args.tokens:>9,} tokens CP{args.cp:<3} CPU ms {cpu['median']:6.1f} "
-            f"(p95 {cpu['p95']:.1f})  wall ms {wall['median']:6.1f}  "
-            f"predicted gain {metrics['predicted_gain_percent']['median']:.2f} %",
-            flush=True,
-        )
+    sizes = " ".join(f"{tokens}x{cp}" for tokens, cp in args.size)
+    command = f"{MODULE} --preset {' '.join(args.preset)} --size {sizes} --rows {args.rows}"
+    records = [
+        _record(preset, tokens, cp, args.rows, args.commit, command)
+        for tokens, cp in args.size
+        for preset in args.preset
+    ]
     if args.evidence:
         write_evidence(args.evidence, records)
 

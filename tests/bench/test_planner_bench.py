@@ -8,7 +8,7 @@ from megatron_tree_cp.bench.planner import main
 
 def test_planner_bench_writes_evidence(tmp_path, monkeypatch, capsys):
     path = tmp_path / "planner.json"
-    options = ["--preset", "dominant", "--cp", "2", "--tokens", "40000", "--rows", "2"]
+    options = ["--preset", "dominant", "--size", "40000x2", "--rows", "2"]
     monkeypatch.setattr(sys, "argv", ["planner", *options, "--evidence", str(path)])
     main()
     (record,) = read_evidence(path)
