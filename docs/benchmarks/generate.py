@@ -91,6 +91,28 @@ def training_table(evidence: list[Evidence]) -> str:
     return _table(heads, rows) if rows else ""
 
 
+def planner_table(evidence: list[Evidence]) -> str:
+    """One line per preset and size."""
+    rows = [
+        [
+            record.preset,
+            record.variant,
+            str(record.cp),
+            f"{record.metrics['planning_cpu_ms']['median']:.1f}",
+            f"{record.metrics['planning_cpu_ms']['p95']:.1f}",
+            f"{record.metrics['planning_wall_ms']['median']:.1f}",
+            f"{record.metrics['predicted_gain_percent']['median']:.2f} %",
+            record.hardware,
+            record.date,
+            record.commit,
+        ]
+        for record in evidence
+        if record.what == "planner"
+    ]
+    heads = ["preset", "row", "CP", "CPU ms", "p95", "wall ms", "predicted below contiguous"]
+    return _table([*heads, "hardware", "date", "commit"], rows) if rows else ""
+
+
 def readme_table(evidence: list[Evidence]) -> str:
     """Attention rates beside their limit, in per cent."""
     rows = []
@@ -124,6 +146,14 @@ def page(evidence: list[Evidence]) -> str:
         parts[-1] += " the same kernel in the same run.\n\n" + attention + "\n"
     if training:
         parts.append("## Training\n\nA 300M-class model, 20 iterations.\n\n" + training + "\n")
+    planner = planner_table(evidence)
+    if planner:
+        parts.append(
+            "## Planning\n\nFrom a tree to its plan and digest, 16 cold rows, one thread. Wall "
+            "time includes other work on the same cores; gains are the cost model's.\n\n"
+            + planner
+            + "\n"
+        )
     return "\n".join(parts)
 
 
