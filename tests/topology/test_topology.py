@@ -156,8 +156,10 @@ def deviations(reference: Tensors, other: Tensors) -> dict[str, float]:
     return found
 
 
-def differences(reference: Outcome, ranks: list[Outcome]) -> dict[str, tuple[float, str]]:
-    """Worst deviation, and where, of each thing that is compared."""
+def differences(
+    reference: Outcome, ranks: list[Outcome], dtype: torch.dtype = torch.float32
+) -> dict[str, tuple[float, str]]:
+    """Worst deviation, and where, of each thing that is compared; ``dtype`` of the weights."""
     found: dict[str, tuple[float, str]] = {}
     records = [rank.records for rank in ranks]
     for what in ("loss", "grad_norm"):
@@ -167,23 +169,25 @@ def differences(reference: Outcome, ranks: list[Outcome]) -> dict[str, tuple[flo
     gradients = deviations(
         assemble([reference.trace.gradients]), assemble([t.gradients for t in traces])
     )
-    for what, by_name in (("gradient", gradients), ("update", _updates(reference.trace, traces))):
+    updates = _updates(reference.trace, traces, torch.finfo(dtype).eps)
+    for what, by_name in (("gradient", gradients), ("update", updates)):
         name = max(by_name, key=lambda one: by_name[one])
         found[what] = by_name[name], name
     found["routes"] = _wrong_routes(reference.trace.routes, traces), ""
     return found
 
 
-def _updates(reference: Trace, traces: list[Trace]) -> dict[str, float]:
+def _updates(reference: Trace, traces: list[Trace], eps: float) -> dict[str, float]:
     """Deviations of what two steps changed, beyond the rounding of the weights themselves."""
     first = assemble([reference.initial])
     last, theirs = assemble([reference.final]), assemble([t.final for t in traces])
     for name, value in assemble([t.initial for t in traces]).items():
-        assert torch.equal(value, first[name]), f"{name} starts elsewhere"
+        close = torch.allclose(value, first[name], rtol=eps, atol=0)
+        assert close, f"{name} starts elsewhere"
     found = {}
     for name, start in first.items():
         update = (last[name].double() - start.double()).norm()
-        rounding = 2 * torch.finfo(torch.float32).eps * last[name].double().norm()
+        rounding = 2 * eps * last[name].double().norm()
         delta = (last[name].double() - theirs[name].double()).norm() - rounding
         found[name] = max(0.0, float(delta / update)) if update else float(delta > 0)
     return found
@@ -222,7 +226,8 @@ def check(oracle: Oracle, family: str, topology: str) -> None:
     reference = oracle.reference(family, shape.optimizer)
     ranks = oracle.tree(family, topology)
     assert not any(rank.trace.handshakes for rank in ranks), "stages exchanged shapes"
-    found = differences(reference, ranks)
+    dtype = torch.bfloat16 if "--bf16" in shape.flags else torch.float32
+    found = differences(reference, ranks, dtype)
     print(
         f"{family} on {topology}: " + ", ".join(f"{k} {v:.1e} {n}" for k, (v, n) in found.items())
     )
