@@ -57,8 +57,16 @@ class Shape:
 
     def kernel(self, device: torch.device) -> str:
         """Name of the kernel that serves it on a device."""
-        dims = (self.query_heads, self.kv_heads, self.head_dim, self.head_dim)
-        return select(AttentionCase(device.type, self.dtype, *dims, self.window), self.impl).name
+        case = AttentionCase(
+            device_type=device.type,
+            dtype=self.dtype,
+            query_heads=self.query_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.head_dim,
+            window=self.window,
+        )
+        return select(case, self.impl).name
 
 
 @dataclass(frozen=True)

@@ -12,23 +12,19 @@ from ..comm.exchange import PendingExchange, RangeExchange
 from ..ops.attention.stages import attention_stages
 
 
-class SilentExchange:
-    """Stands in for a `RangeExchange`; hands out buffers of the right shape at once."""
+class SilentExchange(RangeExchange):
+    """A `RangeExchange` that hands out buffers of the right shape at once."""
 
     def __init__(self, exchange: RangeExchange) -> None:
-        self.exchange = exchange
+        vars(self).update(vars(exchange))
 
     def start(self, *tensors: torch.Tensor) -> PendingExchange:
         """A buffer as the exchange would receive it."""
-        return PendingExchange(_buffer(tensors, self.exchange.num_rows), None)
+        return PendingExchange(_buffer(tensors, self.num_rows), None)
 
     def start_transposed(self, *grads: torch.Tensor) -> PendingExchange:
         """A buffer as the exchange would return it."""
-        return PendingExchange(_buffer(grads, self.exchange.num_send), None)
-
-    def accumulate(self, total: torch.Tensor, returned: torch.Tensor) -> torch.Tensor:
-        """The owner's additions are computation, not communication: they stay."""
-        return self.exchange.accumulate(total, returned)
+        return PendingExchange(_buffer(grads, self.num_send), None)
 
 
 def _buffer(tensors: tuple[torch.Tensor, ...], rows: int) -> torch.Tensor:

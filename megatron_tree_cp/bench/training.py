@@ -63,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run", action="append", required=True, metavar="CP:VARIANT:FILE")
     args = parser.parse_args(argv)
     try:
-        evidence, references = [], {}
+        evidence: list[Evidence] = []
+        references: dict[str, list[dict[str, Any]]] = {}
         for run in args.run:
             cp, variant, path = run.split(":", 2)
             records = _records(path)

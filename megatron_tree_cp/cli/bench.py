@@ -56,9 +56,10 @@ def run(args: argparse.Namespace) -> None:
         cp: dist.new_group(list(range(cp))) if cp > 1 else None for cp in sorted(set(args.cp))
     }
     try:
-        heads = [int(part) for part in args.heads.split("/")]
-        shape = Shape(*heads, getattr(torch, args.dtype), args.impl, args.window)
-    except (TypeError, ValueError):
+        query_heads, kv_heads, head_dim = (int(part) for part in args.heads.split("/"))
+        dtype = getattr(torch, args.dtype)
+        shape = Shape(query_heads, kv_heads, head_dim, dtype, args.impl, args.window)
+    except ValueError:
         raise InputError(f"--heads {args.heads}: write it as Q/KV/D, like 32/4/128") from None
     limit = dense_causal_tflops(shape, device) if rank == 0 else None
     evidence: list[Evidence] = []

@@ -220,11 +220,11 @@ class _KeyGradients(NamedTuple):
             return cls(dk, dv, None)
         tile = _backward_config(k.shape[2], v.shape[2]).n_block_size
         rows = -(-k.shape[0] // tile) * tile
-        sums = tuple(
+        sum_k, sum_v = (
             torch.zeros(1, x.shape[1], rows * (-(-x.shape[2] // 32) * 32), device=x.device)
             for x in (k, v)
         )
-        return cls(dk, dv, sums)
+        return cls(dk, dv, (sum_k, sum_v))
 
     @property
     def targets(self) -> tuple[torch.Tensor, torch.Tensor]:
