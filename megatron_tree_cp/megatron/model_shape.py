@@ -8,6 +8,7 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols, parse_h
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ..plan.model import LayerClass, ModelShape
+from .gdn import gdn_layers, gdn_token_flops
 from .windows import tree_window
 
 
@@ -57,7 +58,9 @@ def layer_symbols(config: TransformerConfig, hybrid_layer_pattern: str | None) -
         main = parse_hybrid_pattern(hybrid_layer_pattern).main_pattern or ""
         return [symbol for symbol in main if symbol != Symbols.PIPE]
     mlp = {True: Symbols.MOE, False: Symbols.MLP}
-    return [Symbols.ATTENTION + mlp[is_moe] for is_moe in moe_layers(config)]
+    mixer = {True: Symbols.GDN, False: Symbols.ATTENTION}
+    kinds = zip(gdn_layers(config), moe_layers(config), strict=True)
+    return [mixer[is_gdn] + mlp[is_moe] for is_gdn, is_moe in kinds]
 
 
 def moe_layers(config: TransformerConfig) -> list[bool]:
@@ -84,10 +87,12 @@ def _token_flops(config: TransformerConfig, symbol: str) -> float:
         if config.attention_output_gate:
             heads += config.num_attention_heads
         return per_weight * heads * config.kv_channels
+    if symbol == Symbols.GDN:
+        return gdn_token_flops(config)
     if symbol == Symbols.MLP:
         return per_weight * matrices * config.ffn_hidden_size
     if symbol == Symbols.MOE:
         width = config.moe_router_topk * config.moe_ffn_hidden_size
         width += config.moe_shared_expert_intermediate_size or 0
         return per_weight * (matrices * width + config.num_moe_experts)
-    raise ValueError(f"no tree layer for the pattern symbol {symbol!r}: use '*', '-' and 'E'")
+    raise ValueError(f"no tree layer for the pattern symbol {symbol!r}: use '*', 'G', '-' and 'E'")

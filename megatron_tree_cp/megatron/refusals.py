@@ -11,7 +11,7 @@ from typing import Any
 
 from .dispatchers import DISPATCHERS, equalised, missing, unequal_refused
 
-_PATTERN_SYMBOLS = set("*-E|")
+_PATTERN_SYMBOLS = set("*G-E|")
 _POSITIONS = ("rope", "yarn", "learned_absolute", "none")
 
 
@@ -214,10 +214,14 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(_set("--spec"), "a tree run brings its own layers", "drop it"),
     Refusal(_set("--multi-latent-attention"), _NO_LAYER, "drop it"),
-    Refusal(_set("--experimental-attention-variant"), _NO_LAYER, "drop it"),
+    Refusal(
+        _set("--experimental-attention-variant", "gated_delta_net"),
+        _NO_LAYER,
+        "use gated_delta_net or drop it",
+    ),
     Refusal(_set("--heterogeneous-layers-config-path"), _NO_LAYER, "drop it"),
     Refusal(_set("--heterogeneous-layers-config-encoded-json"), _NO_LAYER, "drop it"),
-    Refusal(_pattern, _NO_LAYER, "use '*', '-' and 'E'"),
+    Refusal(_pattern, _NO_LAYER, "use '*', 'G', '-' and 'E'"),
     Refusal(_pattern_without_attention, "there is no attention to plan", "add a '*'"),
     Refusal(
         _set("--position-embedding-type", *_POSITIONS),

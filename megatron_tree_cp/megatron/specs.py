@@ -34,6 +34,8 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from .gdn import INPUT_NORM_KEYS as _GDN_NORM_KEYS
+from .gdn import gdn_layer_spec, gdn_layers, gdn_self_attention
 from .layers import TreeDotProductAttention
 from .model_shape import moe_layers
 from .moe import TreeMoETransformerLayer, tree_moe
@@ -67,9 +69,10 @@ def tree_gpt_layer_spec(
         count = get_num_layers_to_build(transformer, vp_stage=vp_stage)
         numbers = list(range(first, first + count))
     moe = moe_layers(transformer)
-    specs = {kind: _gpt_layer(transformer, kind, attention_impl) for kind in set(moe)}
+    kinds = list(zip(moe, gdn_layers(transformer), strict=True))
+    specs = {kind: _gpt_layer(transformer, *kind, attention_impl) for kind in set(kinds)}
     return TransformerBlockSubmodules(
-        layer_specs=[specs[moe[number]] for number in numbers], layer_norm=local_norm
+        layer_specs=[specs[kinds[number]] for number in numbers], layer_norm=local_norm
     )
 
 
@@ -79,24 +82,29 @@ def _require_local(config: TransformerConfig) -> None:
             f"no tree layers for the {config.transformer_impl} implementation: "
             "use --transformer-impl local"
         )
-    if config.multi_latent_attention or config.experimental_attention_variant is not None:
+    variant = config.experimental_attention_variant
+    if config.multi_latent_attention or variant not in (None, "gated_delta_net"):
         raise ValueError(
-            "no tree layers for latent or experimental attention: drop --multi-latent-attention "
-            "and --experimental-attention-variant"
+            "no tree layers for latent attention and this variant: drop --multi-latent-attention, "
+            "use --experimental-attention-variant gated_delta_net or none"
         )
 
 
-def _gpt_layer(config: TransformerConfig, is_moe: bool, attention_impl: str) -> ModuleSpec:
+def _gpt_layer(
+    config: TransformerConfig, is_moe: bool, is_gdn: bool, attention_impl: str
+) -> ModuleSpec:
+    attention = _self_attention(attention_impl, _qk_norm(config))
+    norm_keys = _GDN_NORM_KEYS if is_gdn else _INPUT_NORM_KEYS
     return ModuleSpec(
         module=TreeMoETransformerLayer if is_moe else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=local_norm,
-            self_attention=_self_attention(attention_impl, _qk_norm(config)),
+            self_attention=gdn_self_attention() if is_gdn else attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=local_norm,
             mlp=_moe_mlp() if is_moe else _dense_mlp(),
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=_INPUT_NORM_KEYS | ({} if is_moe else _MLP_NORM_KEYS),
+            sharded_state_dict_keys_map=norm_keys | ({} if is_moe else _MLP_NORM_KEYS),
         ),
     )
 
@@ -168,7 +176,7 @@ def _with_qk_norm(
 def make_tree_hybrid_stack_spec(
     attention_impl: str = "auto", transformer_impl: str = "local"
 ) -> ModuleSpec:
-    """Stack spec of a HybridModel with tree attention: pattern symbols ``*``, ``-`` and ``E``."""
+    """Stack spec of a HybridModel with tree layers: symbols ``*``, ``G``, ``-`` and ``E``."""
     if transformer_impl == "transformer_engine":
         return te_hybrid_stack_spec(attention_impl)
     attention = ModuleSpec(
@@ -197,7 +205,9 @@ def make_tree_hybrid_stack_spec(
     )
     return ModuleSpec(
         module=TreeHybridStack,
-        submodules=HybridStackSubmodules(attention_layer=attention, mlp_layer=mlp, moe_layer=moe),
+        submodules=HybridStackSubmodules(
+            attention_layer=attention, mlp_layer=mlp, moe_layer=moe, gdn_layer=gdn_layer_spec()
+        ),
     )
 
 

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ..tree.errors import InputError
+from .gdn import with_tree_gdn
 from .layers import TreeDotProductAttention
 from .moe import TreeMoETransformerLayer, tree_moe
 
@@ -48,7 +49,7 @@ def te_gpt_layer_spec(
 
 
 def te_hybrid_stack_spec(attention_impl: str = "auto") -> ModuleSpec:
-    """Stack spec of a HybridModel: pattern symbols ``*``, ``-`` and ``E``."""
+    """Stack spec of a HybridModel: pattern symbols ``*``, ``G``, ``-`` and ``E``."""
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
     stock: HybridStackSubmodules = hybrid_stack_spec.submodules
@@ -57,6 +58,7 @@ def te_hybrid_stack_spec(attention_impl: str = "auto") -> ModuleSpec:
         attention_layer=with_tree_parts(stock.attention_layer, attention_impl),
         mlp_layer=stock.mlp_layer,
         moe_layer=with_tree_parts(stock.moe_layer, attention_impl),
+        gdn_layer=with_tree_gdn(stock.gdn_layer),
     )
     return ModuleSpec(module=TreeTEHybridStack, submodules=ours)
 

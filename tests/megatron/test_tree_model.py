@@ -35,7 +35,7 @@ def test_a_gpt_config_gets_layers_positions_and_its_rope_scaling():
     apply_tree(model, arguments())
     assert model.transformer_layer_spec.func is tree_gpt_layer_spec
     assert model.transformer_layer_spec.keywords == {"attention_impl": "tiled"}
-    assert model.pre_wrap_hooks[-1] is install_tree_rope
+    assert install_tree_rope in model.pre_wrap_hooks
     assert model.rope_scaling_factor == 4.0
 
 

@@ -63,7 +63,7 @@ REFUSED = {
     "sft": (("--sft",), "--sft:"),
     "mtp": (("--mtp-num-layers", "1"), "--mtp-num-layers 1: MTP takes"),
     "mtp pattern": (("--hybrid-layer-pattern", "*-/*-"), "drop the MTP part"),
-    "pattern": (("--hybrid-layer-pattern", "M*G-"), "--hybrid-layer-pattern with G, M"),
+    "pattern": (("--hybrid-layer-pattern", "M*G-"), "--hybrid-layer-pattern with M"),
     "no attention": (("--hybrid-layer-pattern=----",), "add a '*'"),
     "cuda graphs": (("--cuda-graph-impl", "local"), "--cuda-graph-impl local"),
     "old cuda graphs": (("--enable-cuda-graph",), "--enable-cuda-graph: it fixes"),
