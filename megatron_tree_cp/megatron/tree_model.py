@@ -6,6 +6,7 @@ from argparse import Namespace
 from functools import partial
 from typing import Any
 
+from ..plan.profile import load_profile
 from ..tree.errors import InputError
 from .model_shape import model_shape_from_config
 from .moe import size_router_log
@@ -78,4 +79,5 @@ def plan_recipe(args: Namespace, model: Any) -> PlanRecipe:
         granule=shard_granule(args),
         model=model_shape_from_config(model.transformer, args.hybrid_layer_pattern),
         waves=None if args.tree_waves == "auto" else args.tree_waves,
+        profile=load_profile(args.tree_profile) if args.tree_profile else None,
     )

@@ -6,7 +6,11 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_tree_cp.megatron.tree_model import apply_tree, model_config_from_args
+from megatron_tree_cp.megatron.tree_model import (
+    apply_tree,
+    model_config_from_args,
+    plan_recipe,
+)
 from megatron_tree_cp.tree.errors import InputError
 
 
@@ -64,3 +68,20 @@ def test_what_megatrons_config_refuses_is_one_line(monkeypatch):
     assert str(error.value) == (
         "Megatron refuses the model: num_query_groups (3) must divide the heads (4)"
     )
+
+
+def test_plans_use_the_given_profile(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text('{"name": "here", "exchange_latency_ms": 0.5}')
+    args = arguments(
+        tree_profile=str(path),
+        tree_waves="auto",
+        context_parallel_size=2,
+        tensor_model_parallel_size=1,
+        fp8=None,
+    )
+    recipe = plan_recipe(args, gpt_config())
+    assert recipe.profile.name == "here" and recipe.profile.exchange_latency_ms == 0.5
+    with pytest.raises(InputError, match="cannot read"):
+        args.tree_profile = str(tmp_path / "none.json")
+        plan_recipe(args, gpt_config())
