@@ -17,6 +17,8 @@ from .mutations import MUTATIONS
 from .probe import Trace
 from .session import Outcome, Run, session
 
+RUNS_PER_SESSION = 6
+
 MUTANTS = (
     ("dense", "TP2 x SP x CP2", "loss normalised per rank"),
     ("dense", "TP2 x SP x CP2", "norms without sequence-parallel mark"),
@@ -120,9 +122,12 @@ class Oracle:
                 self.failures[run.name] = failure
 
     def _session(self, size: int, runs: list[Run]) -> None:
-        outcomes = run_ranks(size, session, self.folder, runs, timeout=60 + 60 * len(runs))
-        for run in runs:
-            self.ranks[run.name] = [of_rank[run.name] for of_rank in outcomes]
+        # Every run leaves its gloo groups and their threads behind: new processes now and then.
+        for begin in range(0, len(runs), RUNS_PER_SESSION):
+            some = runs[begin : begin + RUNS_PER_SESSION]
+            outcomes = run_ranks(size, session, self.folder, some, timeout=60 + 60 * len(some))
+            for run in some:
+                self.ranks[run.name] = [of_rank[run.name] for of_rank in outcomes]
 
     def _argv(
         self, family: str, optimizer: tuple[str, ...], topology: Topology | None = None
