@@ -43,6 +43,22 @@ class TreeBatch:
     routing: RoutingStatistics | None
     """Weights of tokens in router statistics; None for a model without experts."""
 
+    def forward(self, model):
+        """The model's output on this shard: per-token losses ``[1, T]`` on the last stage."""
+        from .params import TreePackedSeqParams  # data workers import this module, not Megatron
+
+        tokens = self.tokens.shape[1]
+        params = TreePackedSeqParams(
+            tree=self.context,
+            positions=self.context.positions,
+            routing=self.routing,
+            max_seqlen_q=tokens,
+            max_seqlen_kv=tokens,
+        )
+        return model(
+            self.tokens, self.position_ids, None, labels=self.labels, packed_seq_params=params
+        )
+
 
 def row_statistics(planned: PlannedRow) -> RowStatistics:
     """Whole-row statistics of a planned row."""

@@ -15,7 +15,6 @@ from ..plan.planner import plan_row
 from ..tree.objective import target_counts
 from ..tree.packing import PackedRow
 from .batch import TreeBatch, build_batch
-from .params import TreePackedSeqParams
 from .rows import PlannedRow
 from .stream import device_of_rank
 
@@ -34,6 +33,8 @@ def tree_logprobs(model, rows: Sequence[PackedRow]) -> list[np.ndarray]:
     from megatron.core import parallel_state as mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    if not rows:
+        return []
     chunks = list(model) if isinstance(model, list | tuple) else [model]
     planned = [_planned(row, chunks[0]) for row in rows]
     batches = [
@@ -92,16 +93,7 @@ def _planned(row: PackedRow, chunk) -> PlannedRow:
 
 def _forward_step(data_iterator, model):
     batch: TreeBatch = next(data_iterator)
-    params = TreePackedSeqParams(
-        qkv_format="sbhd",
-        tree=batch.context,
-        positions=batch.context.positions,
-        max_seqlen_q=batch.tokens.shape[1],
-        max_seqlen_kv=batch.tokens.shape[1],
-    )
-    losses = model(
-        batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=params
-    )
+    losses = batch.forward(model)
 
     def collect(output: torch.Tensor):
         logprobs = -output.reshape(-1).float()

@@ -15,7 +15,6 @@ from .checkpoints import PackingLedger
 from .flops import report_row
 from .loss import weighted_loss
 from .metrics import IterationRecorder
-from .params import TreePackedSeqParams
 from .rows import PlannedRow, PlannedRows, PlanRecipe, RowRecipe
 from .startup import implementation_table
 from .stream import RowStream, SampleOrder, device_of_rank, planned_row_loader
@@ -141,17 +140,7 @@ class TreeTrainer:
         if model.training:
             self.recorder.add_row(batch.statistics)
             report_row(batch.statistics, batch.tokens.device)
-        params = TreePackedSeqParams(
-            qkv_format="sbhd",
-            tree=batch.context,
-            positions=batch.context.positions,
-            routing=batch.routing,
-            max_seqlen_q=batch.tokens.shape[1],
-            max_seqlen_kv=batch.tokens.shape[1],
-        )
-        output = model(
-            batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=params
-        )
+        output = batch.forward(model)
 
         def loss_function(losses: torch.Tensor):
             loss_sum, count = weighted_loss(batch, losses)
