@@ -8,10 +8,14 @@ A kernel module has two functions, with natural-log LSE and -inf where a query s
         with the GLOBAL out, lse and delta = rowsum(dout * out) - dlse of the queries
 
 Gradients come in fp32, or fp64 for fp64 inputs, where lse is fp64 as well.
+
+A third function is optional: `prepare(mask, head_dim, value_dim) -> bytes` builds ahead of time
+what the first call of a row would build, and says how much device memory that holds.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 from collections.abc import Callable
@@ -80,15 +84,23 @@ FLASH_VERSIONS = ("4.0.0b5",)
 _FLASH_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 
 
+@functools.cache
+def _installed(package: str) -> str | None:
+    """Version of an installed package: looked up once, since every layer's call asks."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _flash(case: AttentionCase) -> str | None:
     if case.device_type != "cuda" or not torch.cuda.is_available():
         return "needs a CUDA device"
     if torch.cuda.get_device_capability() != (9, 0):
         major, minor = torch.cuda.get_device_capability()
         return f"is built for Hopper (capability 9.0), this device has {major}.{minor}"
-    try:
-        version = importlib.metadata.version("flash-attn-4")
-    except importlib.metadata.PackageNotFoundError:
+    version = _installed("flash-attn-4")
+    if version is None:
         return "needs flash-attn-4: install megatron-tree-cp[gpu]"
     if version not in FLASH_VERSIONS:
         return f"drives flash-attn-4 {', '.join(FLASH_VERSIONS)}, found {version}"
