@@ -20,8 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_tree_cp.comm.upload import upload
-from megatron_tree_cp.plan.layout import expand_ranges
+from megatron_tree_cp.comm.ranges import range_indices
 
 if TYPE_CHECKING:
     from megatron_tree_cp.plan.exchange import RankExchange
@@ -90,14 +89,16 @@ class RangeExchange:
                 f"an exchange between {len(self.send_counts)} ranks needs their process group; "
                 "pass cp_group to TreeContext"
             )
-        send = expand_ranges(plan.send_starts, plan.send_lengths)
-        self.min_source_rows = int(send.max()) + 1 if send.size else 0
-        self.send_index = upload(send, device)
-        placement = expand_ranges(plan.recv_starts, plan.recv_lengths)
-        identity = self.num_rows == self.num_recv and np.array_equal(
-            placement, np.arange(self.num_recv)
+        ends = plan.send_starts + plan.send_lengths
+        self.min_source_rows = int(ends.max()) if len(ends) else 0
+        self.send_index = range_indices(plan.send_starts, plan.send_lengths, device)
+        in_order = np.array_equal(
+            plan.recv_starts, np.cumsum(plan.recv_lengths) - plan.recv_lengths
         )
-        self.placement = None if identity else upload(placement, device)
+        identity = self.num_rows == self.num_recv and in_order
+        self.placement = (
+            None if identity else range_indices(plan.recv_starts, plan.recv_lengths, device)
+        )
 
     def start(self, *tensors: torch.Tensor) -> PendingExchange:
         """Gather the planned rows of `tensors` [rows, ...] and send them.
@@ -142,16 +143,30 @@ class RangeExchange:
     def accumulate(self, total: torch.Tensor, returned: torch.Tensor) -> torch.Tensor:
         """Add returned rows [num_send, ...] to their source rows of `total` [rows, ...], in place.
 
-        Rows are added one destination rank after the other, in ascending order, and a destination
-        asks for a row once: no two adds of one launch meet, so the sum is bitwise repeatable.
+        The sum is fp32 (fp64 for fp64) and rounded once to `total`'s dtype. Contributions to a row
+        add up in ascending order of the returning rank, so the sum is bitwise repeatable.
         """
+        if total.is_cuda and total.dtype != torch.float64:
+            from megatron_tree_cp.comm.returned_rows_triton import add_rows
+
+            # A view, never a copy: the rows of `total` are written.
+            flat = total.view(total.shape[0], math.prod(total.shape[1:]))
+            add_rows(flat, _rows(returned), *self._by_source_row)
+            return total
+        wide = total.to(torch.promote_types(total.dtype, torch.float32))
         begin = 0
         for count in self.send_counts:
-            if count:
-                rows = slice(begin, begin + count)
-                total.index_add_(0, self.send_index[rows], returned[rows].to(total.dtype))
+            # A destination asks for a row once: no two adds of one launch meet.
+            rows = slice(begin, begin + count)
+            wide.index_add_(0, self.send_index[rows], returned[rows].to(wide.dtype))
             begin += count
-        return total
+        return total if wide is total else total.copy_(wide)
+
+    @functools.cached_property
+    def _by_source_row(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(source rows ascending, their places in the send order), equal rows in send order."""
+        target, order = torch.sort(self.send_index, stable=True)
+        return target, order
 
     def _launch(
         self, work: Callable[[], torch.Tensor], inputs: tuple[torch.Tensor, ...]

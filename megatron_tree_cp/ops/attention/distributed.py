@@ -113,14 +113,13 @@ def backward_stages(
     buffers: Tensors,
     stages: AttentionStages,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dk, dv [n, ...] in fp32 (fp64 for fp64) of the real rows of a shard; dQ gathers in `layer`.
+    """dk, dv [n, ...] of the real rows of a shard, in the dtype that the kernel gives.
 
-    Without exchanges they come as the kernel gives them.
+    Rows that come home are added in fp32 (fp64 for fp64). dQ gathers in `layer`.
 
     Args:
         buffers: the KV buffers that forward received.
     """
-    wide = torch.promote_types(k.dtype, torch.float32)
     returns = []
     if stages.fused:
         dkeys, dvalues = _stage_backward(layer, stages.local, *_with_local(buffers[0], k, v))
@@ -132,8 +131,6 @@ def backward_stages(
             dkeys, dvalues = _stage_backward(layer, stage, *_split(buffer, k, v))
             returns.append(_return(stages, wave, dkeys, dvalues, k.dtype))
         dk, dv = _stage_backward(layer, stages.local, k, v)
-    if returns:
-        dk, dv = dk.to(wide), dv.to(wide)
     for exchange, wave in zip(stages.exchanges, returns, strict=True):
         returned_k, returned_v = _split(wave.wait(), k, v)
         exchange.accumulate(dk, returned_k)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from flash_attn.cute import interface, utils
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch, to_cute_block_sparse_tensors
+from flash_attn.cute.cache_utils import get_jit_cache
 from flash_attn.cute.cute_dsl_utils import to_cute_tensor, torch2cute_dtype_map
 from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 
@@ -90,6 +91,13 @@ def _tables(mask: IntervalMask, dim: int, value_dim: int) -> _StageTables:
 def _sparse(mask: IntervalMask, q_tile: int, k_tile: int, by_key: bool) -> BlockSparseTensorsTorch:
     tables = block_tables(mask, q_tile, k_tile, by_key=by_key)
     return BlockSparseTensorsTorch(*tables, block_size=(q_tile, k_tile))
+
+
+def prepare(mask: IntervalMask, head_dim: int, value_dim: int) -> int:
+    """Build the tables of a mask ahead of its first call; returns their bytes on the device."""
+    tables = _tables(mask, head_dim, value_dim)
+    held = (*tables.aux, *tables.forward[:4], *tables.backward[:4])
+    return sum(x.nbytes for x in held if x is not None)
 
 
 def forward(
@@ -268,8 +276,9 @@ def _backward_config(dim: int, value_dim: int) -> Any:
     )
 
 
-_compiled: dict[tuple, Any] = {}
-"""Backward kernels of this process by what they are specialised on; lengths are runtime values."""
+_compiled = get_jit_cache("tree_bwd")
+"""Backward kernels by what they are specialised on; lengths are runtime values. Kept on disk where
+the package is told to (FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1), like its own kernels."""
 
 
 _UNUSED = (None,) * 10
@@ -279,7 +288,7 @@ _UNUSED = (None,) * 10
 def compilations() -> int:
     """Kernels that this process has compiled so far; a benchmark counts them."""
     forward = interface._flash_attn_fwd.compile_cache.cache
-    return len(_compiled) + len(forward)
+    return len(_compiled.cache) + len(forward)
 
 
 def _kernel(
@@ -289,7 +298,8 @@ def _kernel(
     scale: float,
 ) -> Any:
     q, k, v = arguments[:3]
-    key = (q.dtype, q.shape[3], v.shape[3], q.shape[2] // k.shape[2], tables.mask_mod)
+    mask_mod = utils.hash_callable(tables.mask_mod)
+    key = (str(q.dtype), q.shape[3], v.shape[3], q.shape[2] // k.shape[2], mask_mod)
     if key not in _compiled:
         config = _backward_config(q.shape[3], v.shape[3])
         kernel = FlashAttentionBackwardSm90(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from megatron_tree_cp.comm.context import TreeContext
 from megatron_tree_cp.comm.exchange import RangeExchange
-from megatron_tree_cp.comm.upload import upload
+from megatron_tree_cp.comm.ranges import DeviceRanges
 from megatron_tree_cp.ops.attention.interval_mask import IntervalMask
 
 if TYPE_CHECKING:
@@ -85,21 +84,39 @@ def attention_stages(ctx: TreeContext, window: int | None) -> AttentionStages:
     return ctx.cached(("attention_stages", window), build)
 
 
+def prepare_tables(stages: AttentionStages, kernel: Any, head_dim: int, value_dim: int) -> int:
+    """Build the kernel's tables of all stages ahead of their first call; returns their bytes."""
+    prepare = getattr(kernel, "prepare", None)
+    if prepare is None:
+        return 0
+    used = [stage for stage in (stages.local, *stages.remote) if not stage.empty]
+    return sum(prepare(stage.mask, head_dim, value_dim) for stage in used)
+
+
 def _stage(ctx: TreeContext, plan: StagePlan, window: int | None) -> Stage:
     # Kernels that share a row-wise accumulator between stages find a stage's rows by tile.
     q_begin = plan.query_range[0] // QUERY_ALIGNMENT * QUERY_ALIGNMENT
     q_end = plan.query_range[1]
-    # One upload a stage: (lo, hi, positions) of every key.
-    packed = upload(np.stack(plan.keys.expand()[:3]).astype(np.int32), ctx.device)
+    keys = plan.keys
+    ranges = DeviceRanges.of(
+        keys.length,
+        keys.query_lo - q_begin,
+        keys.query_hi - q_begin,
+        keys.diagonal,
+        keys.position,
+        device=ctx.device,
+    )
+    lo, hi, own, positions = (ranges.column(i) for i in range(4))
     # A diagonal range's lo may pass its hi inside a tail; kernels want 0 <= lo, hi <= queries.
-    lo, hi, positions = packed.unbind(0)
-    lo = (lo - q_begin).clamp(0, q_end - q_begin)
-    hi = (hi - q_begin).clamp(0, q_end - q_begin)
+    lo = (lo + own * ranges.offset).clamp(0, q_end - q_begin)
+    hi = hi.clamp(0, q_end - q_begin)
     # Keys that are all the queries' own rows: only a shard's own keys are, and in their order.
-    diagonal = q_begin == 0 and bool(plan.keys.diagonal.all())
+    diagonal = q_begin == 0 and bool(keys.diagonal.all())
     if window is None:
         mask = IntervalMask(lo, hi, q_end - q_begin, diagonal=diagonal)
     else:
         queries = ctx.positions[q_begin:q_end].to(torch.int32)
-        mask = IntervalMask(lo, hi, q_end - q_begin, queries, positions, window, diagonal)
+        mask = IntervalMask(
+            lo, hi, q_end - q_begin, queries, positions + ranges.offset, window, diagonal
+        )
     return Stage(mask, q_begin, q_end)
