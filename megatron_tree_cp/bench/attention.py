@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from .. import ops
 from ..comm.context import TreeContext
 from ..ops.attention.block_mask import tile_classes
-from ..ops.attention.registry import AttentionCase, select
-from ..ops.attention.stages import AttentionStages, attention_stages
+from ..ops.attention.registry import AttentionCase, Implementation, select
+from ..ops.attention.stages import AttentionStages, attention_stages, prepare_tables
 from ..plan.model import LayerClass, ModelShape
 from ..plan.planner import plan_row
 from ..tree.packed_tree import PackedTree
 from .silence import without_exchanges
+from .timing import Clock
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
     impl: str = "auto"
     window: int | None = None
+    sink: bool = False
 
     @property
     def name(self) -> str:
@@ -55,8 +56,17 @@ class Shape:
         )
         return ModelShape(classes=(layer,), token_flops=0.0)
 
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Head dims of keys and of values."""
+        return self.head_dim, self.head_dim
+
     def kernel(self, device: torch.device) -> str:
         """Name of the kernel that serves it on a device."""
+        return self.implementation(device).name
+
+    def implementation(self, device: torch.device) -> Implementation:
+        """The kernel that serves it on a device."""
         case = AttentionCase(
             device_type=device.type,
             dtype=self.dtype,
@@ -65,8 +75,9 @@ class Shape:
             head_dim=self.head_dim,
             value_dim=self.head_dim,
             window=self.window,
+            sink=self.sink,
         )
-        return select(case, self.impl).name
+        return select(case, self.impl)
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,10 @@ class RowResult:
     """On visible pairs, per rank, forward and backward."""
     plan_ms: float
     metadata_ms: float
+    """From the plan to a rank's device tables, host and device."""
+    tables_ms: float
+    """The device's part of it: ranges to block tables."""
+    tables_mib: float
     peak_gib: float
     tiles_computed_per_visible: float
     imbalance: float
@@ -98,6 +113,7 @@ class AttentionBench:
         self.shape, self.group, self.device, self.waves = shape, group, device, waves
         self.cp = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
+        self.clock = Clock(group, device)
 
     def check(self, tree: PackedTree) -> float:
         """Worst relative error of output and gradients on a small row, against fp32 tiles."""
@@ -107,21 +123,21 @@ class AttentionBench:
         want = self._run(alone, [x.float() for x in inputs], "tiled")
         context = self._context(tree)
         rows = context.row_indices
-        shard = [x[rows.clamp(min=0)] for x in inputs]
-        got = self._run(context, shard, self.shape.impl)
+        got = self._run(context, [*(x[rows.clamp(min=0)] for x in inputs[:4]), *inputs[4:]])
         real = rows >= 0
-        worst = 0.0
-        for ours, theirs in zip(got, want, strict=True):
-            sums = torch.stack(
-                [
-                    (ours[real].float() - theirs[rows[real]]).square().sum(),
-                    theirs[rows[real]].square().sum(),
-                ]
-            )
+        pairs = [(a[real].float(), b[rows[real]]) for a, b in zip(got[:4], want[:4], strict=True)]
+        for ours, theirs in zip(got[4:], want[4:], strict=True):  # the sink: summed over ranks
+            total = ours.float()
             if self.group is not None:
-                dist.all_reduce(sums, group=self.group)
-            worst = max(worst, float((sums[0] / sums[1]).sqrt()))
-        return worst
+                dist.all_reduce(total, group=self.group)
+            pairs.append((total, theirs))
+        return max(self._relative_error(ours, theirs) for ours, theirs in pairs)
+
+    def _relative_error(self, ours: torch.Tensor, theirs: torch.Tensor) -> float:
+        sums = torch.stack([(ours - theirs).square().sum(), theirs.square().sum()])
+        if self.group is not None:
+            dist.all_reduce(sums, group=self.group)
+        return float((sums[0] / sums[1]).sqrt())
 
     def measure(self, tree: PackedTree, row: int, repeats: int = 3) -> RowResult:
         """Plan, upload and time one row."""
@@ -129,13 +145,18 @@ class AttentionBench:
         plan = plan_row(tree, self.cp, self.shape.model(), waves=self.waves)
         planned = time.perf_counter()
         context = TreeContext(plan, self.group, self.device)
+        marks = [self.clock.mark()]
         stages = attention_stages(context, self.shape.window)
-        self._wait()
+        held = prepare_tables(
+            stages, self.shape.implementation(self.device).load(), *self.shape.dims
+        )
+        marks.append(self.clock.mark())
+        self.clock.wait()
         uploaded = time.perf_counter()
+        (tables_ms,) = self.clock.spans(marks)
         inputs = self._inputs(context.num_tokens, None)
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        self._run(context, inputs, self.shape.impl)  # block tables, allocator
+        self.clock.reset_peak()
+        self._run(context, inputs)  # allocator
         forward, backward = zip(
             *(self._timed(context, inputs) for _ in range(repeats)), strict=True
         )
@@ -143,8 +164,14 @@ class AttentionBench:
         pairs = tree.visible_pairs(self.shape.window)
         total = statistics.median(both)
         flops = 14 * pairs * self.shape.query_heads * self.shape.head_dim / self.cp
-        peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
-        times = self._slowest([(planned - started) * 1e3, (uploaded - planned) * 1e3, peak / 2**30])
+        times = self.clock.slowest(
+            [
+                (planned - started) * 1e3,
+                (uploaded - planned) * 1e3,
+                self.clock.peak_gib(),
+                held / 2**20,
+            ]
+        )
         return RowResult(
             row=row,
             tokens=tree.num_tokens,
@@ -155,6 +182,8 @@ class AttentionBench:
             tflops=flops / total / 1e9,
             plan_ms=times[0],
             metadata_ms=times[1],
+            tables_ms=tables_ms,
+            tables_mib=times[3],
             peak_gib=times[2],
             tiles_computed_per_visible=self._tile_ratio(stages, pairs),
             imbalance=float(plan.predicted.imbalance),
@@ -173,7 +202,7 @@ class AttentionBench:
         silent = without_exchanges(context, self.shape.window)
         inputs = self._inputs(context.num_tokens, None)
         for each in (context, silent):
-            self._run(each, inputs, self.shape.impl)
+            self._run(each, inputs)
         differences = [
             sum(self._timed(context, inputs)) - sum(self._timed(silent, inputs))
             for _ in range(trials)
@@ -186,62 +215,50 @@ class AttentionBench:
         return TreeContext(plan, self.group, self.device)
 
     def _inputs(self, tokens: int, generator: torch.Generator | None) -> list[torch.Tensor]:
-        """q, k, v and the output's gradient."""
-        heads = (self.shape.query_heads, self.shape.kv_heads)
-        sizes = [(tokens, heads[i], self.shape.head_dim) for i in (0, 1, 1, 0)]
-        if generator is not None:
-            drawn = [torch.randn(size, generator=generator) for size in sizes]
-            return [x.to(self.device, self.shape.dtype) for x in drawn]
-        return [torch.randn(size, device=self.device).to(self.shape.dtype) for size in sizes]
+        """The output's gradient, q, k, v, and the sink of a shape that has one."""
+        shape = self.shape
+        heads = (shape.query_heads, shape.query_heads, shape.kv_heads, shape.kv_heads)
+        sizes: list[tuple[int, ...]] = [(tokens, n, shape.head_dim) for n in heads]
+        if shape.sink:
+            sizes.append((shape.query_heads,))
+        place = self.device if generator is None else torch.device("cpu")
+        drawn = (torch.randn(size, generator=generator, device=place) for size in sizes)
+        return [x.to(self.device, shape.dtype) for x in drawn]
 
-    def _forward(self, context: TreeContext, leaves: list[torch.Tensor], impl: str):
-        return ops.tree_attention(*leaves, context, window=self.shape.window, impl=impl)
+    def _forward(
+        self, context: TreeContext, leaves: list[torch.Tensor], impl: str | None = None
+    ) -> torch.Tensor:
+        q, k, v, *sink = leaves
+        return ops.tree_attention(
+            q,
+            k,
+            v,
+            context,
+            window=self.shape.window,
+            sink=sink[0] if sink else None,
+            impl=impl or self.shape.impl,
+        )
 
     def _run(
-        self, context: TreeContext, inputs: list[torch.Tensor], impl: str
+        self, context: TreeContext, inputs: list[torch.Tensor], impl: str | None = None
     ) -> list[torch.Tensor]:
-        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+        """The output and the gradients of all inputs."""
+        leaves = [x.detach().requires_grad_() for x in inputs[1:]]
         out = self._forward(context, leaves, impl)
-        return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
+        return [out.detach(), *torch.autograd.grad(out, leaves, inputs[0])]
 
     def _timed(self, context: TreeContext, inputs: list[torch.Tensor]) -> tuple[float, float]:
         """(forward, backward) ms of one call, the slowest rank's."""
-        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-        self._wait()
-        marks = [self._mark()]
-        out = self._forward(context, leaves, self.shape.impl)
-        marks.append(self._mark())
-        torch.autograd.grad(out, leaves, inputs[3])
-        marks.append(self._mark())
-        self._wait()
-        spans = [self._between(a, b) for a, b in zip(marks, marks[1:], strict=False)]
-        forward, backward = self._slowest(spans)
+        leaves = [x.detach().requires_grad_() for x in inputs[1:]]
+        self.clock.wait()
+        marks = [self.clock.mark()]
+        out = self._forward(context, leaves)
+        marks.append(self.clock.mark())
+        torch.autograd.grad(out, leaves, inputs[0])
+        marks.append(self.clock.mark())
+        self.clock.wait()
+        forward, backward = self.clock.spans(marks)
         return forward, backward
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        if self.group is not None:
-            dist.barrier(group=self.group)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-
-    def _mark(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, begin: Any, end: Any) -> float:
-        return begin.elapsed_time(end) if self.device.type == "cuda" else (end - begin) * 1e3
-
-    def _slowest(self, values: list[float]) -> list[float]:
-        if self.group is None:
-            return values
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
-        return tensor.tolist()
 
     def _tile_ratio(self, stages: AttentionStages, pairs: int) -> float:
         """Pairs of all touched 128 x 128 tiles of all ranks over the visible pairs."""
@@ -278,20 +295,3 @@ def dense_causal_tflops(shape: Shape, device: torch.device, tokens: int = 16_384
     pairs = tokens * (tokens + 1) // 2
     flops = 14 * pairs * shape.query_heads * shape.head_dim
     return flops / statistics.median(times) / 1e9
-
-
-def summarise_rows(rows: list[RowResult]) -> dict[str, dict[str, float]]:
-    """Median, p95 and worst of every column over the measured rows."""
-    metrics = {}
-    for name in RowResult.__dataclass_fields__:
-        values = sorted(asdict(row)[name] for row in rows)
-        if name == "row":
-            continue
-        if name == "tflops":
-            values.reverse()
-        metrics[name] = {
-            "median": float(np.median(values)),
-            "p95": float(values[round(0.95 * (len(values) - 1))]),
-            "worst": float(values[-1]),
-        }
-    return metrics
