@@ -42,6 +42,7 @@ def training_metrics(
         "iteration_ms": spread([r["elapsed_ms"] for r in steady]),
         "stored_tokens_per_s": spread(rate, higher_is_better=True),
         "exposed_preparation_ms": spread([r["exposed_preparation_ms"] for r in steady]),
+        "peak_memory_gib": spread([r["peak_memory_gib"] for r in steady]),
     }
     for name in ("loss", "grad_norm"):
         off = [abs(a[name] - b[name]) / abs(b[name]) for a, b in zip(records, reference)]

@@ -21,8 +21,8 @@ TREE_ARGS_DEFAULTS: dict[str, Any] = {
 """``args_defaults`` for Megatron's validation: options whose own default is None."""
 
 
-def tree_defaults(cpu: bool = False) -> dict[str, Any]:
-    """Defaults of Megatron options that have one right value in a tree run.
+def tree_defaults(argv: Sequence[str] = ()) -> dict[str, Any]:
+    """Defaults of Megatron options that have one right value in a tree run of these arguments.
 
     A user who gives another value still gets it, and ``validate_tree_args`` then refuses it by
     name: nothing that was asked for is overruled in silence.
@@ -40,19 +40,26 @@ def tree_defaults(cpu: bool = False) -> dict[str, Any]:
         "eval_iters": 0,
         "eval_interval": 1000,
     }
-    if cpu or importlib.util.find_spec("transformer_engine") is None:
+    te = "--tree-cpu" not in argv and importlib.util.find_spec("transformer_engine") is not None
+    if not te:
         defaults["transformer_impl"] = "local"  # Megatron's own default is Transformer Engine
-    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
-        # An Apex extension; without it Megatron's linear layers refuse to be built.
+    te = te and _peek(argv, "--transformer-impl", "transformer_engine") == "transformer_engine"
+    if not te and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+        # An Apex extension; without it Megatron's own linear layers refuse to be built.
+        # Transformer Engine's bring their own.
         defaults["gradient_accumulation_fusion"] = False
     return defaults
 
 
 def requested_backend(argv: Sequence[str]) -> str:
     """The ``--context-parallel-backend`` of an argument list, before Megatron parses it."""
-    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    peek.add_argument("--context-parallel-backend", default="te")
-    return peek.parse_known_args(list(argv))[0].context_parallel_backend
+    return _peek(argv, "--context-parallel-backend", "te")
+
+
+def _peek(argv: Sequence[str], option: str, default: str) -> str:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(option, dest="value", default=default)
+    return parser.parse_known_args(list(argv))[0].value
 
 
 def stock_options(argv: Sequence[str]) -> list[str]:
@@ -118,7 +125,7 @@ def add_tree_arguments(
     )
     argv = sys.argv[1:] if argv is None else argv
     if requested_backend(argv) == "tree":
-        parser.set_defaults(**tree_defaults(cpu="--tree-cpu" in argv))
+        parser.set_defaults(**tree_defaults(argv))
     return parser
 
 

@@ -39,6 +39,8 @@ class IterationRecord:
     elapsed_ms: float
     exposed_preparation_ms: float
     """Longest time that any rank's training loop waited for a planned row."""
+    peak_memory_gib: float
+    """Most device memory that any rank has held in tensors since the run began; 0 on CPU."""
 
     def rates(self) -> dict[str, float]:
         """Throughput of this iteration, per second over the whole job."""
@@ -48,6 +50,7 @@ class IterationRecord:
             "logical tokens/s": self.logical_tokens / seconds,
             "trajectories/s": self.trajectories / seconds,
             "exposed preparation (ms)": self.exposed_preparation_ms,
+            "peak memory (GiB)": self.peak_memory_gib,
         }
 
     def line(self) -> str:
@@ -89,6 +92,8 @@ class IterationRecorder:
     ) -> IterationRecord:
         """Reduce over ``group`` (data x context parallel) and start the next iteration.
 
+        Every rank of the job calls this: the extremes are over all of them.
+
         ``chunks``: virtual pipeline chunks; each one has seen every row.
         """
         pairs = sum(r.visible_pairs for r in self._rows)
@@ -103,9 +108,11 @@ class IterationRecorder:
         count = sum((c.double() for _, c in self._loss), torch.zeros((), dtype=torch.float64))
         sums = torch.tensor([0.0, 0.0, *rows], dtype=torch.float64).to(device)
         sums[0], sums[1] = loss_sum, count
-        slowest = torch.tensor([waited_ms], dtype=torch.float64, device=device)
+        peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+        most = torch.tensor([waited_ms, peak], dtype=torch.float64, device=device)
         dist.all_reduce(sums, group=group)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        longest_wait, peak = most.tolist()
         total, counted, *seen = sums.tolist()
         shared = [value / (cp_size * chunks) for value in seen]
         now = time.perf_counter()
@@ -127,7 +134,8 @@ class IterationRecorder:
             logical_tokens=round(shared[3]),
             visible_pairs=shared[4],
             elapsed_ms=elapsed,
-            exposed_preparation_ms=slowest.item(),
+            exposed_preparation_ms=longest_wait,
+            peak_memory_gib=peak,
         )
 
     def write(self, record: IterationRecord) -> None:

@@ -95,3 +95,24 @@ def test_bad_values_name_the_option(argv, message, capsys):
         parser().parse_args(argv)
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "installed", "impl", "fused"),
+    [
+        ((), (), "local", False),
+        ((), ("fused_weight_gradient_mlp_cuda",), "local", None),
+        ((), ("transformer_engine",), None, None),
+        (("--transformer-impl", "local"), ("transformer_engine",), None, False),
+        (("--tree-cpu",), ("transformer_engine",), "local", False),
+    ],
+)
+def test_fused_weight_gradients_stay_where_something_brings_them(
+    monkeypatch, argv, installed, impl, fused
+):
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: name if name in installed else None
+    )
+    defaults = tree_defaults(argv)
+    assert defaults.get("transformer_impl") == impl
+    assert defaults.get("gradient_accumulation_fusion") is fused
