@@ -40,6 +40,8 @@ def tree_defaults(argv: Sequence[str] = ()) -> dict[str, Any]:
         "eval_iters": 0,
         "eval_interval": 1000,
     }
+    if "--tree-cpu" in argv:
+        defaults["distributed_backend"] = "gloo"
     te = "--tree-cpu" not in argv and importlib.util.find_spec("transformer_engine") is not None
     if not te:
         defaults["transformer_impl"] = "local"  # Megatron's own default is Transformer Engine
