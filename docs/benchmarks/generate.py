@@ -67,6 +67,70 @@ def attention_table(evidence: list[Evidence]) -> str:
     return _table([*heads, "hardware", "date", "commit"], rows) if rows else ""
 
 
+def gdn_table(evidence: list[Evidence]) -> str:
+    """One line per preset, CP size and variant."""
+    rows = []
+    for record in (r for r in evidence if r.what == "gdn"):
+        metrics = record.metrics
+        local = metrics["runs"]["median"] - metrics["chained_runs"]["median"]
+        rows.append(
+            [
+                record.preset,
+                str(record.cp),
+                record.variant,
+                f"{metrics['forward_ms']['median']:.2f}",
+                f"{metrics['backward_ms']['median']:.2f}",
+                f"**{metrics['fwd_bwd_ms']['median']:.2f}**",
+                f"{metrics['fwd_bwd_ms']['p95']:.2f}",
+                f"{metrics['conv_ms']['median']:.2f}",
+                f"{metrics['rule_ms']['median']:.2f}",
+                f"{metrics['byte_bound_ms']['median']:.2f}",
+                f"{metrics['byte_bound_percent']['median']:.0f} %",
+                f"{metrics['chained_runs']['median']:.0f} / {local:.0f}",
+                f"{metrics['plan_ms']['median'] + metrics['metadata_ms']['median']:.0f}",
+                f"{metrics['peak_gib']['median']:.1f}",
+                f"{metrics['new_compilations']['worst']:.0f}",
+                record.hardware,
+                record.date,
+                record.commit,
+            ]
+        )
+    heads = ["preset", "CP", "heads, kernel", "fwd ms", "bwd ms", "fwd+bwd ms", "p95", "conv ms"]
+    heads += ["recurrence ms", "byte bound ms", "of it", "runs chained / local", "plan + upload ms"]
+    heads += ["peak GiB", "compiled", "hardware", "date", "commit"]
+    return _table(heads, rows) if rows else ""
+
+
+def gdn_baseline_table(evidence: list[Evidence]) -> str:
+    """One line per baseline beside our layer on the same row."""
+    rows = []
+    for record in (r for r in evidence if r.what == "gdn"):
+        metrics = record.metrics
+        for name in (key.removesuffix(" speed_up") for key in metrics if key.endswith(" speed_up")):
+            theirs = {
+                key.removeprefix(f"{name} "): metric["median"]
+                for key, metric in metrics.items()
+                if key.startswith(f"{name} ")
+            }
+            rows.append(
+                [
+                    record.preset,
+                    str(record.cp),
+                    name,
+                    f"{theirs['fwd_bwd_ms']:.2f}",
+                    f"{theirs['fwd_bwd_ms'] / theirs['speed_up']:.2f}",
+                    f"**{theirs['speed_up']:.2f}x**",
+                    f"{theirs['token_saving']:.2f}x",
+                    f"{theirs['speed_up_per_saving']:.2f}",
+                    record.hardware,
+                    record.date,
+                    record.commit,
+                ]
+            )
+    heads = ["preset", "CP", "baseline", "its fwd+bwd ms", "ours", "speed-up", "token saving"]
+    return _table([*heads, "speed-up / saving", "hardware", "date", "commit"], rows) if rows else ""
+
+
 def training_table(evidence: list[Evidence]) -> str:
     """One line per run."""
     rows = [
@@ -144,6 +208,19 @@ def page(evidence: list[Evidence]) -> str:
             "## Attention\n\nRates count visible pairs; the limit is a dense causal row of"
         )
         parts[-1] += " the same kernel in the same run.\n\n" + attention + "\n"
+    gdn, baselines = gdn_table(evidence), gdn_baseline_table(evidence)
+    if gdn:
+        parts.append(
+            "## Gated DeltaNet\n\nOne layer without its projections. The byte bound is what its "
+            "operators must read and write, at 4.8 TB/s; `bench/gdn_bound.py` counts it.\n\n" + gdn
+        )
+        parts[-1] += "\n"
+    if baselines:
+        parts.append(
+            "Beside it, on the first measured row of the same run: flash-linear-attention on every "
+            "trajectory by itself (the token saving counts the tokens that it repeats), its own "
+            "context parallelism on one sequence, and tree-recurrence.\n\n" + baselines + "\n"
+        )
     if training:
         parts.append("## Training\n\nA 300M-class model, 20 iterations.\n\n" + training + "\n")
     planner = planner_table(evidence)

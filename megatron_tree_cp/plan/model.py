@@ -19,22 +19,26 @@ class LayerClass:
     """Key k is visible only if ``positions[q] - positions[k] < window``; None is unlimited."""
 
     kind: str = "attention"
-    """``attention`` classes get stages and exchanges; other kinds count as token-local work."""
+    """``attention`` classes get stages and exchanges, ``gdn`` (Gated DeltaNet) classes hand states
+    on; other kinds count as token-local work."""
 
     layers: int = 1
     """Number of layers of this class on this pipeline stage."""
 
     query_heads: int = 32
-    """Query heads before tensor parallelism divides them."""
+    """Query heads before tensor parallelism divides them; of ``gdn`` the key heads."""
 
     kv_heads: int = 4
-    """Key/value heads before tensor parallelism divides them."""
+    """Key/value heads before tensor parallelism divides them; of ``gdn`` the value heads."""
 
     head_dim: int = 128
     """Width of a query or key head."""
 
     value_dim: int | None = None
     """Width of a value head; None means ``head_dim``."""
+
+    conv_width: int = 4
+    """Taps of the convolution of a ``gdn`` class."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -43,7 +47,7 @@ class LayerClass:
             raise ValueError(
                 f"LayerClass {self.name!r}: window must be at least 1 or None, got {self.window}"
             )
-        for field in ("layers", "query_heads", "kv_heads", "head_dim"):
+        for field in ("layers", "query_heads", "kv_heads", "head_dim", "conv_width"):
             if getattr(self, field) < 1:
                 raise ValueError(f"LayerClass {self.name!r}: {field} must be at least 1")
         if self.value_dim is not None and self.value_dim < 1:
@@ -114,6 +118,11 @@ class ModelShape:
         """The classes that get stages and exchanges."""
         return tuple(layer for layer in self.classes if layer.kind == "attention")
 
+    @property
+    def recurrent_classes(self) -> tuple[LayerClass, ...]:
+        """The Gated DeltaNet classes, whose runs hand states on."""
+        return tuple(layer for layer in self.classes if layer.kind == "gdn")
+
     def total_token_flops(self) -> float:
         """Forward FLOPs of one token's token-local work over all layers."""
         if self.token_flops is not None:
@@ -121,6 +130,11 @@ class ModelShape:
         h = self.hidden_size
         total = 0.0
         for layer in self.classes:
+            if layer.kind == "gdn":
+                values = layer.kv_heads * layer.value_width
+                width = 2 * layer.query_heads * layer.head_dim + 3 * values + 2 * layer.kv_heads
+                total += layer.layers * (2 * h * width + 16 * h * h)
+                continue
             projections = 2 * h * (layer.query_heads * layer.head_dim + layer.kv_width)
             projections += 2 * h * layer.query_heads * layer.value_width
             total += layer.layers * (projections + 16 * h * h)

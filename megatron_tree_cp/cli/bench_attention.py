@@ -1,0 +1,144 @@
+"""Tree attention: times, rates beside a dense causal row, exposed exchanges."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..tree.errors import InputError
+from .bench_ranks import add_common_arguments, command, identity, ranks
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_common_arguments(parser)
+    add = parser.add_argument
+    add("--heads", default="32/4/128", metavar="Q/KV/D", help="query heads, KV heads, head dim")
+    add("--window", type=int, metavar="N", help="sliding window in positions")
+    add("--sink", action="store_true", help="a learned sink per query head")
+    add("--waves", type=int, metavar="N", help="force N waves, 0 for fused; default: by cost")
+    add("--exposed-trials", type=int, default=30, metavar="N", help="0 leaves exposure out")
+
+
+def run(args: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from ..bench.attention import AttentionBench, Shape, dense_causal_tflops
+    from ..bench.compilations import compilations
+    from ..bench.evidence import Evidence, write_evidence
+    from ..bench.presets import preset_tree
+    from ..bench.timing import summarise_rows
+
+    try:
+        query_heads, kv_heads, head_dim = (int(part) for part in args.heads.split("/"))
+    except ValueError:
+        raise InputError(f"--heads {args.heads}: write it as Q/KV/D, like 32/4/128") from None
+    dtype = getattr(torch, args.dtype)
+    shape = Shape(query_heads, kv_heads, head_dim, dtype, args.impl, args.window, args.sink)
+    with ranks(args) as here:
+        limit = dense_causal_tflops(shape, here.device) if here.rank == 0 else None
+        evidence: list[Evidence] = []
+        for preset in args.preset:
+            for cp, group in here.groups.items():
+                if here.rank < cp:
+                    bench = AttentionBench(shape, group, here.device, args.waves)
+                    error = bench.check(preset_tree(preset, cp, 0, 2048 * cp))
+                    allowed = 4 * torch.finfo(shape.dtype).eps
+                    if error > allowed:
+                        raise InputError(
+                            f"{preset} CP{cp}: error {error:.1e} > {allowed:.1e}: not timed"
+                        )
+                    for row in range(args.warmup):
+                        bench.measure(preset_tree(preset, cp, row, args.tokens), row, repeats=1)
+                    compiled = compilations()
+                    measured = range(args.warmup, args.warmup + args.rows)
+                    rows = [
+                        bench.measure(preset_tree(preset, cp, row, args.tokens), row)
+                        for row in measured
+                    ]
+                    metrics = summarise_rows(rows)
+                    if args.exposed_trials and cp > 1:
+                        tree = preset_tree(preset, cp, args.warmup, args.tokens)
+                        mean, half = bench.exposed_ms(tree, args.exposed_trials)
+                        metrics["exposed_exchange_ms"] = {"median": mean, "half_width_95": half}
+                    new = compilations() - compiled
+                    metrics["new_compilations"] = {"median": new, "worst": new}
+                    metrics["check_error"] = {"worst": error}
+                    if limit:
+                        metrics["dense_causal_tflops"] = {"median": limit}
+                    evidence.append(
+                        Evidence(
+                            what="attention",
+                            preset=preset,
+                            cp=cp,
+                            variant=f"{shape.name} {shape.kernel(here.device)}"
+                            + ("" if args.window is None else f" w{args.window}")
+                            + (" sink" if args.sink else ""),
+                            metrics=metrics,
+                            command=_command(args),
+                            rows=[vars(row) for row in rows],
+                            **identity(args, here.device, ("flash-attn-4", "nvidia-cutlass-dsl")),
+                        )
+                    )
+                if here.world > 1:
+                    dist.barrier()
+        if here.rank == 0:
+            Console(width=170).print(_table(evidence))
+            if args.evidence:
+                write_evidence(args.evidence, evidence)
+
+
+def _command(args: argparse.Namespace) -> str:
+    options = [f"--heads {args.heads}"]
+    for name in ("window", "waves"):
+        if getattr(args, name) is not None:
+            options.append(f"--{name} {getattr(args, name)}")
+    options += ["--sink"] if args.sink else []
+    return command(args, "attention", options)
+
+
+def _table(evidence) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="attention, medians over rows, slowest rank")
+    heads = ["preset", "CP", "fwd ms", "bwd ms", "fwd+bwd ms", "p95", "TFLOP/s", "% of dense"]
+    heads += [
+        "tiles",
+        "exposed ms",
+        "plan ms",
+        "upload ms",
+        "tables ms",
+        "MiB",
+        "peak GiB",
+        "compiled",
+    ]
+    for head in heads:
+        table.add_column(head, justify="right")
+    for record in evidence:
+        metric = record.metrics
+
+        def median(name: str, metric=metric) -> float:
+            return metric[name]["median"]
+
+        limit = metric.get("dense_causal_tflops", {}).get("median")
+        exposed = metric.get("exposed_exchange_ms")
+        table.add_row(
+            record.preset,
+            str(record.cp),
+            f"{median('forward_ms'):.2f}",
+            f"{median('backward_ms'):.2f}",
+            f"{median('fwd_bwd_ms'):.2f}",
+            f"{metric['fwd_bwd_ms']['p95']:.2f}",
+            f"{median('tflops'):.0f}",
+            "" if limit is None else f"{100 * median('tflops') / limit:.1f}",
+            f"{median('tiles_computed_per_visible'):.3f}",
+            "" if exposed is None else f"{exposed['median']:.2f}+-{exposed['half_width_95']:.2f}",
+            f"{median('plan_ms'):.1f}",
+            f"{median('metadata_ms'):.1f}",
+            f"{median('tables_ms'):.2f}",
+            f"{median('tables_mib'):.1f}",
+            f"{median('peak_gib'):.2f}",
+            f"{median('new_compilations'):.0f}",
+        )
+    return table

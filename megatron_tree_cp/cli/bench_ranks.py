@@ -1,0 +1,116 @@
+"""What all benchmarks share on the command line: options, devices, ranks and how to name them."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ..tree.errors import InputError
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of every operator."""
+    add = parser.add_argument
+    add("--preset", nargs="+", required=True, metavar="NAME", help="workload presets")
+    add("--cp", nargs="+", type=int, default=[1], metavar="N", help="context-parallel sizes")
+    add("--impl", default="auto", metavar="NAME", help="kernel")
+    add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    add("--warmup", type=int, default=16, metavar="N", help="rows that are not measured")
+    add("--rows", type=int, default=16, metavar="N", help="rows that are")
+    add("--tokens", type=int, metavar="N", help="tokens a row, instead of the preset's")
+    add("--device", choices=["cuda", "cpu"], default="cuda")
+    add("--commit", default="unknown", metavar="HASH", help="recorded in the evidence")
+    add("--hardware", metavar="TEXT", help="recorded in the evidence; default: the device's name")
+    add("--evidence", type=Path, metavar="FILE.json", help="write the evidence file")
+
+
+@dataclass
+class Ranks:
+    """This process among those of the benchmark."""
+
+    device: Any
+    world: int
+    rank: int
+    groups: dict[int, Any]
+    """Process group of the first N ranks by N; None for one rank."""
+
+    started: float = field(default_factory=time.perf_counter)
+
+    def say(self, text: str) -> None:
+        """A line with the time, from the first rank, at once."""
+        if self.rank == 0:
+            elapsed = time.perf_counter() - self.started
+            now = datetime.datetime.now().strftime("%H:%M:%S")
+            print(f"[{now} +{elapsed:.1f} s] {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def ranks(args: argparse.Namespace) -> Iterator[Ranks]:
+    """Join the processes that torchrun started; InputError when they are too few."""
+    import torch.distributed as dist
+
+    device = _device(args.device)
+    world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    if max(args.cp) > world:
+        raise InputError(f"--cp {max(args.cp)} needs as many processes: start them with torchrun")
+    if world > 1:
+        dist.init_process_group(
+            "nccl" if args.device == "cuda" else "gloo",
+            device_id=device if args.device == "cuda" else None,
+        )
+    groups = {
+        cp: dist.new_group(list(range(cp))) if cp > 1 else None for cp in sorted(set(args.cp))
+    }
+    yield Ranks(device, world, rank, groups)
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def identity(args: argparse.Namespace, device: Any, packages: Sequence[str]) -> dict[str, Any]:
+    """Fields of an evidence record that say where and when it was measured."""
+    import torch
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    software = {}
+    for package in ("torch", "triton", *packages):
+        try:
+            software[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "hardware": args.hardware or name,
+        "software": software,
+        "commit": args.commit,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def command(args: argparse.Namespace, operator: str, options: Sequence[str]) -> str:
+    """The command line that repeats a measurement; ``options`` are those of the operator."""
+    words = [f"torchrun --nproc-per-node {max(args.cp)} -m megatron_tree_cp.cli bench {operator}"]
+    words += [f"--preset {' '.join(args.preset)}", f"--cp {' '.join(map(str, args.cp))}", *options]
+    words += [f"--dtype {args.dtype} --impl {args.impl}"]
+    words += [f"--warmup {args.warmup} --rows {args.rows}"]
+    if args.tokens is not None:
+        words.append(f"--tokens {args.tokens}")
+    return " ".join(words)
+
+
+def _device(kind: str) -> Any:
+    import torch
+
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InputError("no CUDA device: give --device cpu")
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device("cuda", torch.cuda.current_device())
