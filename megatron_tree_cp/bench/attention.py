@@ -270,28 +270,31 @@ class AttentionBench:
         return float(total) * 128 * 128 / pairs
 
 
-def dense_causal_tflops(shape: Shape, device: torch.device, tokens: int = 16_384) -> float | None:
-    """Forward and backward rate of the same kernel package on a dense causal row; None on CPU."""
+def dense_causal_tflops(
+    shape: Shape, clock: Clock, tokens: int = 16_384
+) -> tuple[float, float] | None:
+    """Forward and backward rate of the same kernels on a dense causal row: (slowest, fastest) card.
+
+    All ranks of the clock's group run at once, as they do in a measured row: cards of one host
+    differ by some per cent. None where the kernel is not flash.
+    """
+    device = clock.device
     if device.type != "cuda" or shape.kernel(device) != "flash":
         return None
     from flash_attn.cute import interface
 
     sizes = [(1, tokens, h, shape.head_dim) for h in (shape.query_heads, shape.kv_heads)]
     q, k, v, dout = (torch.randn(sizes[i], device=device).to(shape.dtype) for i in (0, 1, 1, 0))
-
-    def call() -> None:
+    marks = []
+    for trial in range(12):
+        if trial == 3:
+            clock.wait()
+        marks.append(clock.mark())
         out, lse = interface._flash_attn_fwd(q, k, v, causal=True, return_lse=True)[:2]
         interface._flash_attn_bwd(q, k, v, out, dout, lse, causal=True)
-
-    times = []
-    for trial in range(9):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize(device)
-        if trial >= 3:
-            times.append(begin.elapsed_time(end))
-    pairs = tokens * (tokens + 1) // 2
-    flops = 14 * pairs * shape.query_heads * shape.head_dim
-    return flops / statistics.median(times) / 1e9
+    marks.append(clock.mark())
+    clock.wait()
+    times = [a.elapsed_time(b) for a, b in zip(marks[3:], marks[4:], strict=False)]
+    slowest, fastest = clock.slowest([statistics.median(times), -statistics.median(times)])
+    flops = 14 * (tokens * (tokens + 1) // 2) * shape.query_heads * shape.head_dim / 1e9
+    return flops / slowest, flops / -fastest

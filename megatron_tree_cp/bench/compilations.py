@@ -15,7 +15,7 @@ def compilations() -> int:
     # What was never imported has compiled nothing, and importing it takes seconds.
     dynamo = sys.modules.get("torch._dynamo.utils")
     count = 0 if dynamo is None else dynamo.counters["stats"]["unique_graphs"]
-    flash = sys.modules.get("megatron_tree_cp.ops.attention.flash")
+    flash = sys.modules.get("megatron_tree_cp.ops.attention.flash_kernels")
     if flash is not None:
         count += flash.compilations()
     # Walked by hand: compilers offer hooks, but one at a time, and others may have taken them.

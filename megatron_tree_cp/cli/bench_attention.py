@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
     from ..bench.compilations import compilations
     from ..bench.evidence import Evidence, write_evidence
     from ..bench.presets import preset_tree
-    from ..bench.timing import summarise_rows
+    from ..bench.timing import Clock, summarise_rows
 
     try:
         query_heads, kv_heads, head_dim = (int(part) for part in args.heads.split("/"))
@@ -39,7 +39,11 @@ def run(args: argparse.Namespace) -> None:
     dtype = getattr(torch, args.dtype)
     shape = Shape(query_heads, kv_heads, head_dim, dtype, args.impl, args.window, args.sink)
     with ranks(args) as here:
-        limit = dense_causal_tflops(shape, here.device) if here.rank == 0 else None
+        limits = {
+            cp: dense_causal_tflops(shape, Clock(group, here.device))
+            for cp, group in here.groups.items()
+            if here.rank < cp
+        }
         evidence: list[Evidence] = []
         for preset in args.preset:
             for cp, group in here.groups.items():
@@ -67,8 +71,10 @@ def run(args: argparse.Namespace) -> None:
                     new = compilations() - compiled
                     metrics["new_compilations"] = {"median": new, "worst": new}
                     metrics["check_error"] = {"worst": error}
+                    limit = limits[cp]
                     if limit:
-                        metrics["dense_causal_tflops"] = {"median": limit}
+                        slowest, fastest = limit
+                        metrics["dense_causal_tflops"] = {"median": slowest, "best": fastest}
                     evidence.append(
                         Evidence(
                             what="attention",

@@ -90,6 +90,10 @@ def block_tables(
     key tile its query tiles, in ascending order. A ragged last tile counts as partial, so that the
     kernel checks its bounds. No host synchronisation.
     """
+    if mask.lo.is_cuda:
+        from megatron_tree_cp.ops.attention import block_mask_triton
+
+        return block_mask_triton.block_tables(mask, q_tile, k_tile, by_key)
     classes = tile_classes(mask, q_tile, k_tile)
     full = classes.full.clone()
     if mask.num_queries % q_tile:

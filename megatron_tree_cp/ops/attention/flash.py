@@ -12,64 +12,32 @@ accumulator begins at a tile.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import cutlass
-import cutlass.cute as cute
 import torch
 import torch.nn.functional as F
-from flash_attn.cute import interface, utils
-from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch, to_cute_block_sparse_tensors
-from flash_attn.cute.cache_utils import get_jit_cache
-from flash_attn.cute.cute_dsl_utils import to_cute_tensor, torch2cute_dtype_map
-from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
+from flash_attn.cute import interface
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.cute_dsl_utils import torch2cute_dtype_map
 
+from megatron_tree_cp.ops.attention import flash_kernels
 from megatron_tree_cp.ops.attention.block_mask import block_tables
+from megatron_tree_cp.ops.attention.flash_kernels import (
+    BACKWARD_QUERY_TILE,
+    QUERY_TILE,
+    StageTables,
+    backward_config,
+    forward_config,
+)
 from megatron_tree_cp.ops.attention.interval_mask import IntervalMask
 
-QUERY_TILE = 128
-_BACKWARD_QUERY_TILE = 64
 _HIDDEN = 2**30
 
 
-@cute.jit
-def _interval(batch, head, query, key, seqlen, aux):
-    """lo[key] <= query < hi[key]."""
-    lo = utils.scalar_to_ssa(aux[0][key[0]], cutlass.Int32)
-    hi = utils.scalar_to_ssa(aux[1][key[0]], cutlass.Int32)
-    return (lo <= query) & (query < hi)
-
-
-@cute.jit
-def _own_interval(batch, head, query, key, seqlen, aux):
-    """key <= query < hi[key]: the interval of a shard's own keys, lo unread."""
-    hi = utils.scalar_to_ssa(aux[1][key[0]], cutlass.Int32)
-    return (key <= query) & (query < hi)
-
-
-@cute.jit
-def _interval_in_window(batch, head, query, key, seqlen, aux):
-    """The interval, and position(query) < position(key) + window."""
-    lo = utils.scalar_to_ssa(aux[0][key[0]], cutlass.Int32)
-    hi = utils.scalar_to_ssa(aux[1][key[0]], cutlass.Int32)
-    position = utils.scalar_to_ssa(aux[2][query[0]], cutlass.Int32)
-    limit = utils.scalar_to_ssa(aux[3][key[0]], cutlass.Int32)
-    return (lo <= query) & (query < hi) & (position < limit)
-
-
-class _StageTables(NamedTuple):
-    """What the kernels read of one mask, built once a row."""
-
-    mask_mod: Any
-    aux: list[torch.Tensor]
-    forward: BlockSparseTensorsTorch
-    backward: BlockSparseTensorsTorch
-
-
-def _tables(mask: IntervalMask, dim: int, value_dim: int) -> _StageTables:
-    def build() -> _StageTables:
-        config = interface._tile_size_fwd_sm90(dim, value_dim, False, False, True)
-        key_tile = _backward_config(dim, value_dim).n_block_size
+def _tables(mask: IntervalMask, dim: int, value_dim: int) -> StageTables:
+    def build() -> StageTables:
+        config = forward_config(dim, value_dim)
+        key_tile = backward_config(dim, value_dim).n_block_size
         # Tiles may look up rows past the extents: those read entries that hide them.
         keys = -mask.num_keys % 256
         aux = [F.pad(mask.lo, (0, keys), value=_HIDDEN), F.pad(mask.hi, (0, keys))]
@@ -77,9 +45,9 @@ def _tables(mask: IntervalMask, dim: int, value_dim: int) -> _StageTables:
             q_positions, k_positions = mask.window_positions
             aux.append(F.pad(q_positions, (0, -mask.num_queries % 256)))
             aux.append(F.pad(k_positions + mask.window, (0, keys)))
-        plain = _own_interval if mask.diagonal else _interval
-        return _StageTables(
-            plain if mask.window is None else _interval_in_window,
+        plain = flash_kernels.own_interval if mask.diagonal else flash_kernels.interval
+        return StageTables(
+            plain if mask.window is None else flash_kernels.interval_in_window,
             aux,
             _sparse(mask, config.m_block_size, config.n_block_size, by_key=False),
             _sparse(mask, QUERY_TILE, key_tile, by_key=True),
@@ -105,16 +73,9 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Local kernel: out [Tq, Hq, Dv] in q's dtype and lse fp32 [Tq, Hq]; see registry."""
     tables = _tables(mask, q.shape[2], v.shape[2])
-    out, lse = interface._flash_attn_fwd(
-        q[None],
-        k[None],
-        v[None],
-        softmax_scale=scale,
-        mask_mod=tables.mask_mod,
-        block_sparse_tensors=tables.forward,
-        return_lse=True,
-        aux_tensors=tables.aux,
-    )
+    out = q.new_empty(1, *q.shape[:2], v.shape[2])
+    lse = q.new_empty(1, q.shape[1], q.shape[0], dtype=torch.float32)
+    flash_kernels.forward_kernel(q[None], k[None], v[None], out, lse, tables, scale)
     return out[0], lse[0].t()
 
 
@@ -156,7 +117,7 @@ class BackwardPass:
             torch2cute_dtype_map[q.dtype],
             self.dim,
             self.value_dim,
-            _BACKWARD_QUERY_TILE,
+            BACKWARD_QUERY_TILE,
         )
 
     @property
@@ -181,19 +142,12 @@ class BackwardPass:
             self.dq_accumulator[:, :, begin * self.width : end * self.width],
             *gradients.targets,
         )
-        # All heads share the tables: views that do not move along the head dimension.
-        heads = self.q.shape[1]
-        sparse = BlockSparseTensorsTorch(
-            *(t.expand(1, heads, *t.shape[2:]) for t in tables.backward[:4]),
-            block_size=tables.backward.block_size,
-        )
-        kernel = _kernel(arguments, tables, sparse, self.scale)
-        kernel(*arguments, self.scale, *_UNUSED, tables.aux, sparse[:4])
+        flash_kernels.backward_kernel(arguments, tables, self.scale)
         return gradients.finish(self.scale)
 
     def dq(self) -> torch.Tensor:
         """dQ [n, Hq, D] in q's dtype, of all stages."""
-        config = _backward_config(self.dim, self.value_dim)
+        config = backward_config(self.dim, self.value_dim)
         dq = torch.empty_like(self.q)
         threads = 128 if config.dQ_single_wg else config.num_wg * 128
         interface._bwd_postprocess_convert(
@@ -205,7 +159,7 @@ class BackwardPass:
             interface._get_device_arch(),
             torch2cute_dtype_map[dq.dtype],
             self.dim,
-            _BACKWARD_QUERY_TILE,
+            BACKWARD_QUERY_TILE,
             threads,
             config.AtomLayoutMdQ,
             False,
@@ -226,7 +180,7 @@ class _KeyGradients(NamedTuple):
         dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         if group == 1:
             return cls(dk, dv, None)
-        tile = _backward_config(k.shape[2], v.shape[2]).n_block_size
+        tile = backward_config(k.shape[2], v.shape[2]).n_block_size
         rows = -(-k.shape[0] // tile) * tile
         sum_k, sum_v = (
             torch.zeros(1, x.shape[1], rows * (-(-x.shape[2] // 32) * 32), device=x.device)
@@ -241,7 +195,7 @@ class _KeyGradients(NamedTuple):
 
     def finish(self, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         if self.accumulators is not None:
-            config = _backward_config(self.dk.shape[2], self.dv.shape[2])
+            config = backward_config(self.dk.shape[2], self.dv.shape[2])
             for total, target, factor in zip(
                 self.accumulators, (self.dk, self.dv), (scale, 1.0), strict=True
             ):
@@ -260,82 +214,3 @@ class _KeyGradients(NamedTuple):
                     config.dKV_swapAB,
                 )
         return self.dk, self.dv
-
-
-def _backward_config(dim: int, value_dim: int) -> Any:
-    """The package's Hopper tiles, with the 64 query rows of its block-sparse backward."""
-    config = interface._tile_size_bwd_sm90(dim, value_dim, False, False)
-    # Its head-dim-64 tiles split 128 query rows over two warp groups; 64 rows go to one.
-    return config.__class__(
-        **{
-            **{name: getattr(config, name) for name in config.__dataclass_fields__},
-            "m_block_size": _BACKWARD_QUERY_TILE,
-            "dQ_swapAB": False,
-            "AtomLayoutMdQ": 1,
-        }
-    )
-
-
-_compiled = get_jit_cache("tree_bwd")
-"""Backward kernels by what they are specialised on; lengths are runtime values. Kept on disk where
-the package is told to (FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1), like its own kernels."""
-
-
-_UNUSED = (None,) * 10
-"""Sequence offsets and lengths, soft cap, window sizes and semaphores, none of which we have."""
-
-
-def compilations() -> int:
-    """Kernels that this process has compiled so far; a benchmark counts them."""
-    forward = interface._flash_attn_fwd.compile_cache.cache
-    return len(_compiled.cache) + len(forward)
-
-
-def _kernel(
-    arguments: tuple[torch.Tensor, ...],
-    tables: _StageTables,
-    sparse: BlockSparseTensorsTorch,
-    scale: float,
-) -> Any:
-    q, k, v = arguments[:3]
-    mask_mod = utils.hash_callable(tables.mask_mod)
-    key = (str(q.dtype), q.shape[3], v.shape[3], q.shape[2] // k.shape[2], mask_mod)
-    if key not in _compiled:
-        config = _backward_config(q.shape[3], v.shape[3])
-        kernel = FlashAttentionBackwardSm90(
-            torch2cute_dtype_map[q.dtype],
-            q.shape[3],
-            v.shape[3],
-            q.shape[2] // k.shape[2],
-            False,
-            is_local=False,
-            deterministic=False,
-            tile_m=_BACKWARD_QUERY_TILE,
-            tile_n=config.n_block_size,
-            Q_stage=config.num_stages_Q,
-            dO_stage=config.num_stages_dO,
-            PdS_stage=config.num_stages_PdS,
-            SdP_swapAB=config.SdP_swapAB,
-            dKV_swapAB=config.dKV_swapAB,
-            dQ_swapAB=config.dQ_swapAB,
-            AtomLayoutMSdP=config.AtomLayoutMSdP,
-            AtomLayoutNdKV=config.AtomLayoutNdKV,
-            AtomLayoutMdQ=config.AtomLayoutMdQ,
-            num_threads=(config.num_wg + 1) * 128,
-            mask_mod=tables.mask_mod,
-            has_aux_tensors=True,
-            subtile_factor=QUERY_TILE // _BACKWARD_QUERY_TILE,
-            dQ_single_wg=config.dQ_single_wg,
-        )
-        aux = [to_cute_tensor(x, assumed_align=None, fully_dynamic=True) for x in tables.aux]
-        _compiled[key] = cute.compile(
-            kernel,
-            *(to_cute_tensor(x) for x in arguments),
-            scale,
-            *_UNUSED,
-            aux,
-            to_cute_block_sparse_tensors(sparse),
-            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-            options="--enable-tvm-ffi",
-        )
-    return _compiled[key]

@@ -9,7 +9,7 @@ import triton.language as tl
 _ROWS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _merge(
     out,
     lse,

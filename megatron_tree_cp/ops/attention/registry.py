@@ -93,11 +93,18 @@ def _installed(package: str) -> str | None:
         return None
 
 
+@functools.cache
+def _capability() -> tuple[int, int] | None:
+    """Compute capability of the current device, None without one; asked by every layer's call."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
 def _flash(case: AttentionCase) -> str | None:
-    if case.device_type != "cuda" or not torch.cuda.is_available():
+    capability = _capability()
+    if case.device_type != "cuda" or capability is None:
         return "needs a CUDA device"
-    if torch.cuda.get_device_capability() != (9, 0):
-        major, minor = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        major, minor = capability
         return f"is built for Hopper (capability 9.0), this device has {major}.{minor}"
     version = _installed("flash-attn-4")
     if version is None:
