@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from .. import ops
 from ..comm.context import TreeContext
+from ..comm.transport import Transport
 from ..ops.attention.block_mask import tile_classes
 from ..ops.attention.registry import AttentionCase, Implementation, select
 from ..ops.attention.stages import AttentionStages, attention_stages, prepare_tables
@@ -109,8 +110,16 @@ class AttentionBench:
     ``group`` holds the CP ranks (None for one rank); every rank of it makes the same calls.
     """
 
-    def __init__(self, shape: Shape, group: Any, device: torch.device, waves: int | None = None):
+    def __init__(
+        self,
+        shape: Shape,
+        group: Any,
+        device: torch.device,
+        waves: int | None = None,
+        transport: Transport | None = None,
+    ) -> None:
         self.shape, self.group, self.device, self.waves = shape, group, device, waves
+        self.transport = transport
         self.cp = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.clock = Clock(group, device)
@@ -144,7 +153,7 @@ class AttentionBench:
         started = time.perf_counter()
         plan = plan_row(tree, self.cp, self.shape.model(), waves=self.waves)
         planned = time.perf_counter()
-        context = TreeContext(plan, self.group, self.device)
+        context = TreeContext(plan, self.group, self.device, transport=self.transport)
         marks = [self.clock.mark()]
         stages = attention_stages(context, self.shape.window)
         held = prepare_tables(
@@ -197,8 +206,7 @@ class AttentionBench:
         """
         if self.cp == 1:
             return 0.0, 0.0
-        plan = plan_row(tree, self.cp, self.shape.model(), waves=self.waves)
-        context = TreeContext(plan, self.group, self.device)
+        context = self._context(tree)
         silent = without_exchanges(context, self.shape.window)
         inputs = self._inputs(context.num_tokens, None)
         for each in (context, silent):
@@ -212,7 +220,7 @@ class AttentionBench:
 
     def _context(self, tree: PackedTree) -> TreeContext:
         plan = plan_row(tree, self.cp, self.shape.model(), waves=self.waves)
-        return TreeContext(plan, self.group, self.device)
+        return TreeContext(plan, self.group, self.device, transport=self.transport)
 
     def _inputs(self, tokens: int, generator: torch.Generator | None) -> list[torch.Tensor]:
         """The output's gradient, q, k, v, and the sink of a shape that has one."""

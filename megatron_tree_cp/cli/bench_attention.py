@@ -19,6 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--window", type=int, metavar="N", help="sliding window in positions")
     add("--sink", action="store_true", help="a learned sink per query head")
     add("--waves", type=int, metavar="N", help="force N waves, 0 for fused; default: by cost")
+    add(
+        "--exchange",
+        choices=["group", "peer"],
+        default="group",
+        help="the process group's all-to-all (NCCL), or copies between peers on one host",
+    )
     add("--exposed-trials", type=int, default=30, metavar="N", help="0 leaves exposure out")
 
 
@@ -31,11 +37,14 @@ def run(args: argparse.Namespace) -> None:
     from ..bench.evidence import Evidence, write_evidence
     from ..bench.presets import preset_tree
     from ..bench.timing import Clock, summarise_rows
+    from ..comm.transport import PeerTransport
 
     try:
         query_heads, kv_heads, head_dim = (int(part) for part in args.heads.split("/"))
     except ValueError:
         raise InputError(f"--heads {args.heads}: write it as Q/KV/D, like 32/4/128") from None
+    if args.exchange == "peer" and args.device == "cpu":
+        raise InputError("--exchange peer copies between GPUs: give --device cuda")
     dtype = getattr(torch, args.dtype)
     shape = Shape(query_heads, kv_heads, head_dim, dtype, args.impl, args.window, args.sink)
     with ranks(args) as here:
@@ -44,11 +53,17 @@ def run(args: argparse.Namespace) -> None:
             for cp, group in here.groups.items()
             if here.rank < cp
         }
+        transports = {
+            cp: PeerTransport(group, here.device)
+            for cp, group in here.groups.items()
+            if args.exchange == "peer" and 1 < cp and here.rank < cp
+        }
         evidence: list[Evidence] = []
         for preset in args.preset:
             for cp, group in here.groups.items():
                 if here.rank < cp:
-                    bench = AttentionBench(shape, group, here.device, args.waves)
+                    transport = transports.get(cp)
+                    bench = AttentionBench(shape, group, here.device, args.waves, transport)
                     error = bench.check(preset_tree(preset, cp, 0, 2048 * cp))
                     allowed = 4 * torch.finfo(shape.dtype).eps
                     if error > allowed:
@@ -82,7 +97,8 @@ def run(args: argparse.Namespace) -> None:
                             cp=cp,
                             variant=f"{shape.name} {shape.kernel(here.device)}"
                             + ("" if args.window is None else f" w{args.window}")
-                            + (" sink" if args.sink else ""),
+                            + (" sink" if args.sink else "")
+                            + (" peer" if cp in transports else ""),
                             metrics=metrics,
                             command=_command(args),
                             rows=[vars(row) for row in rows],
@@ -103,6 +119,7 @@ def _command(args: argparse.Namespace) -> str:
         if getattr(args, name) is not None:
             options.append(f"--{name} {getattr(args, name)}")
     options += ["--sink"] if args.sink else []
+    options += ["--exchange peer"] if args.exchange == "peer" else []
     return command(args, "attention", options)
 
 

@@ -14,6 +14,7 @@ from megatron_tree_cp.comm.upload import upload
 from megatron_tree_cp.plan.exchange import layout_exchange
 
 if TYPE_CHECKING:
+    from megatron_tree_cp.comm.transport import Transport
     from megatron_tree_cp.plan.layout import Layout
     from megatron_tree_cp.plan.row_plan import RowPlan
 
@@ -29,6 +30,7 @@ class TreeContext:
         device: device of the shard.
         tp_group: tensor-parallel group, for operators that need it.
         stream: CUDA side stream of the exchanges; by default one per device.
+        transport: how rows travel between the ranks; by default the group's own all-to-all.
 
     Attributes:
         rank, cp_size: this rank in the CP group, and the group's size.
@@ -45,6 +47,7 @@ class TreeContext:
         device: torch.device | str,
         tp_group: dist.ProcessGroup | None = None,
         stream: torch.cuda.Stream | None = None,
+        transport: Transport | None = None,
     ) -> None:
         group_size = 1 if cp_group is None else dist.get_world_size(cp_group)
         if group_size != plan.cp_size:
@@ -56,6 +59,7 @@ class TreeContext:
         # A single rank has nobody to talk to; its exchanges are plain gathers.
         self.cp_group = cp_group if group_size > 1 else None
         self.tp_group = tp_group
+        self.transport = transport if group_size > 1 else None
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -123,6 +127,8 @@ class TreeContext:
                 self.device,
                 self.stream,
                 num_rows=self.layout(dst).shard_size(self.rank),
+                transport=self.transport,
+                counts=plan.counts,
             )
 
         return self.cached(("layout_exchange", src, dst), build)

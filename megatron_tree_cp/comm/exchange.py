@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree_cp.comm.ranges import range_indices
+from megatron_tree_cp.comm.transport import Route, Transport
 
 if TYPE_CHECKING:
     from megatron_tree_cp.plan.exchange import RankExchange
@@ -64,6 +65,8 @@ class RangeExchange:
         group: process group of the exchange; None for a single rank.
         device: device of the index tensors.
         stream: CUDA side stream; None runs on the current stream (and on CPU).
+        transport: how rows travel; the all-to-all of `group` by default.
+        counts: int[cp, cp] rows from every source to every destination, for a transport.
         num_rows: rows of the destination buffer, `plan.num_recv` by default. Rows that no range
             covers come out 0 (padding of a layout).
     """
@@ -75,6 +78,8 @@ class RangeExchange:
         device: torch.device,
         stream: torch.cuda.Stream | None = None,
         num_rows: int | None = None,
+        transport: Transport | None = None,
+        counts: np.ndarray | None = None,
     ) -> None:
         self.group = group
         self.device = device
@@ -89,6 +94,12 @@ class RangeExchange:
                 f"an exchange between {len(self.send_counts)} ranks needs their process group; "
                 "pass cp_group to TreeContext"
             )
+        self._transport = transport
+        if transport is not None:
+            if group is None or counts is None:
+                raise ValueError("a transport needs the process group and the counts of all ranks")
+            rank = dist.get_rank(group)
+            self._routes = Route.of(counts, rank), Route.of(counts.T, rank)
         ends = plan.send_starts + plan.send_lengths
         self.min_source_rows = int(ends.max()) if len(ends) else 0
         self.send_index = range_indices(plan.send_starts, plan.send_lengths, device)
@@ -116,7 +127,7 @@ class RangeExchange:
         def gather() -> torch.Tensor:
             parts = [tensor.index_select(0, self.send_index) for tensor in tensors]
             send = parts[0] if len(parts) == 1 else torch.cat([_rows(p) for p in parts], dim=1)
-            received = self._all_to_all(send, self.send_counts, self.recv_counts)
+            received = self._all_to_all(send, back=False)
             if self.placement is None:
                 return received
             buffer = received.new_zeros((self.num_rows, *received.shape[1:]))
@@ -136,7 +147,7 @@ class RangeExchange:
             if self.placement is not None:
                 parts = [grad.index_select(0, self.placement) for grad in parts]
             send = parts[0] if len(parts) == 1 else torch.cat([_rows(p) for p in parts], dim=1)
-            return self._all_to_all(send, self.recv_counts, self.send_counts)
+            return self._all_to_all(send, back=True)
 
         return self._launch(scatter, grads)
 
@@ -182,14 +193,16 @@ class RangeExchange:
             tensor.record_stream(self.stream)
         return PendingExchange(buffer, event)
 
-    def _all_to_all(
-        self, send: torch.Tensor, send_counts: list[int], recv_counts: list[int]
-    ) -> torch.Tensor:
+    def _all_to_all(self, send: torch.Tensor, back: bool) -> torch.Tensor:
         if self.group is None:
             return send
         send = send.contiguous()
-        received = send.new_empty((sum(recv_counts), *send.shape[1:]))
-        dist.all_to_all_single(received, send, recv_counts, send_counts, group=self.group)
+        if self._transport is not None:
+            return self._transport.all_to_all(send, self._routes[back])
+        counts = (self.send_counts, self.recv_counts)
+        out, into = reversed(counts) if back else counts
+        received = send.new_empty((sum(into), *send.shape[1:]))
+        dist.all_to_all_single(received, send, into, out, group=self.group)
         return received
 
 

@@ -69,7 +69,14 @@ def attention_stages(ctx: TreeContext, window: int | None) -> AttentionStages:
         plan = ctx.plan.attention_class(window)
         rank = plan.rank(ctx.rank)
         exchanges = tuple(
-            RangeExchange(exchange.rank(ctx.rank), ctx.cp_group, ctx.device, ctx.stream)
+            RangeExchange(
+                exchange.rank(ctx.rank),
+                ctx.cp_group,
+                ctx.device,
+                ctx.stream,
+                transport=ctx.transport,
+                counts=exchange.counts,
+            )
             for exchange in plan.exchanges
         )
         if plan.fused and exchanges:
