@@ -141,6 +141,7 @@ def training_table(evidence: list[Evidence]) -> str:
             f"{record.metrics['stored_tokens_per_s']['median']:,.0f}",
             f"{record.metrics['iteration_ms']['median']:.0f}",
             f"{record.metrics['exposed_preparation_ms']['median']:.1f}",
+            _peak(record),
             f"{100 * record.metrics['loss_relative_difference']['worst']:.3f} %",
             f"{100 * record.metrics['grad_norm_relative_difference']['worst']:.3f} %",
             record.hardware,
@@ -150,9 +151,59 @@ def training_table(evidence: list[Evidence]) -> str:
         for record in evidence
         if record.what == "train"
     ]
-    heads = ["rollouts", "CP", "kernel", "stored tokens/s", "ms/iteration", "waited for rows, ms"]
-    heads += ["worst loss off CP1", "worst gradient norm off CP1", "hardware", "date", "commit"]
+    heads = [
+        "model, rollouts",
+        "CP",
+        "layers",
+        "stored tokens/s",
+        "ms/iteration",
+        "waited for rows, ms",
+    ]
+    heads += [
+        "peak GiB",
+        "worst loss off CP1",
+        "worst gradient norm off CP1",
+        "hardware",
+        "date",
+        "commit",
+    ]
     return _table(heads, rows) if rows else ""
+
+
+def _peak(record: Evidence) -> str:
+    """Peak memory of a training run; older files have none."""
+    peak = record.metrics.get("peak_memory_gib")
+    return "" if peak is None else f"{peak['worst']:.1f}"
+
+
+def prediction_table(evidence: list[Evidence]) -> str:
+    """Predicted against measured times of distinct plans, one line per preset and CP size."""
+    rows = []
+    for record in evidence:
+        metrics = record.metrics
+        if record.what != "planner" or "time_error_percent" not in metrics:
+            continue
+        memory = metrics.get("memory_error_percent")
+        order = metrics.get("clear_order_right_percent")
+        rows.append(
+            [
+                record.preset,
+                str(record.cp),
+                f"{metrics['plans_per_row']['median']:.0f}",
+                f"**{metrics['time_error_percent']['median']:.1f} %**",
+                f"{metrics['time_error_percent']['p95']:.1f} %",
+                "" if order is None else f"{order['median']:.0f} %",
+                f"{metrics['regret_percent']['median']:.1f} %",
+                f"{metrics['gain_over_contiguous_percent']['median']:.1f} %",
+                "" if memory is None else f"{memory['median']:.1f} %",
+                record.hardware,
+                record.date,
+                record.commit,
+            ]
+        )
+    heads = ["preset", "CP", "plans a row", "time error", "p95", "order right (1 % apart)"]
+    heads += ["chosen above best", "faster than contiguous", "memory error"]
+    return _table([*heads, "hardware", "date", "commit"], rows) if rows else ""
 
 
 def planner_table(evidence: list[Evidence]) -> str:
@@ -171,7 +222,7 @@ def planner_table(evidence: list[Evidence]) -> str:
             record.commit,
         ]
         for record in evidence
-        if record.what == "planner"
+        if record.what == "planner" and "planning_cpu_ms" in record.metrics
     ]
     heads = ["preset", "row", "CP", "CPU ms", "p95", "wall ms", "predicted below contiguous"]
     return _table([*heads, "hardware", "date", "commit"], rows) if rows else ""
@@ -222,7 +273,10 @@ def page(evidence: list[Evidence]) -> str:
             "context parallelism on one sequence, and tree-recurrence.\n\n" + baselines + "\n"
         )
     if training:
-        parts.append("## Training\n\nA 300M-class model, 20 iterations.\n\n" + training + "\n")
+        parts.append(
+            "## Training\n\n20 iterations each, compared with the first run of the same model; a "
+            "300M-class model where none is named.\n\n" + training + "\n"
+        )
     planner = planner_table(evidence)
     if planner:
         parts.append(
@@ -230,6 +284,13 @@ def page(evidence: list[Evidence]) -> str:
             "time includes other work on the same cores; gains are the cost model's.\n\n"
             + planner
             + "\n"
+        )
+    prediction = prediction_table(evidence)
+    if prediction:
+        parts.append(
+            "## Predicted against measured\n\nForward and backward of one attention layer, "
+            "distinct plans of two rows a preset, none of them in the profile's fit. Medians; "
+            "order counts pairs of plans that lie 1 % or more apart.\n\n" + prediction + "\n"
         )
     return "\n".join(parts)
 

@@ -4,7 +4,8 @@
         --command "torchrun ..." --software torch=2.11.0 --skip 2 \\
         --run 1:flash:cp1.jsonl --run 2:flash:cp2.jsonl
 
-The first run is the reference: the others' losses and gradient norms are compared with it.
+Losses and gradient norms are compared with those of the first run of the same variant, or with
+`--against-first` of the first run of all.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--date", default=datetime.date.today().isoformat())
     parser.add_argument("--software", nargs="*", default=[], metavar="NAME=VERSION")
     parser.add_argument("--skip", type=int, default=2)
+    parser.add_argument("--against-first", action="store_true")
     parser.add_argument("--run", action="append", required=True, metavar="CP:VARIANT:FILE")
     args = parser.parse_args(argv)
     try:
@@ -69,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         for run in args.run:
             cp, variant, path = run.split(":", 2)
             records = _records(path)
-            reference = references.setdefault(variant, records)
+            reference = references.setdefault("" if args.against_first else variant, records)
             evidence.append(
                 Evidence(
                     what="train",
