@@ -42,26 +42,19 @@ def tree_defaults(argv: Sequence[str] = ()) -> dict[str, Any]:
     }
     if "--tree-cpu" in argv:
         defaults["distributed_backend"] = "gloo"
-    te = "--tree-cpu" not in argv and importlib.util.find_spec("transformer_engine") is not None
-    if not te:
+    if "--tree-cpu" in argv or importlib.util.find_spec("transformer_engine") is None:
         defaults["transformer_impl"] = "local"  # Megatron's own default is Transformer Engine
-    te = te and _peek(argv, "--transformer-impl", "transformer_engine") == "transformer_engine"
-    if not te and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
-        # An Apex extension; without it Megatron's own linear layers refuse to be built.
-        # Transformer Engine's bring their own.
+    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+        # An Apex extension. Megatron's output layer asks for it with Transformer Engine too.
         defaults["gradient_accumulation_fusion"] = False
     return defaults
 
 
 def requested_backend(argv: Sequence[str]) -> str:
     """The ``--context-parallel-backend`` of an argument list, before Megatron parses it."""
-    return _peek(argv, "--context-parallel-backend", "te")
-
-
-def _peek(argv: Sequence[str], option: str, default: str) -> str:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(option, dest="value", default=default)
-    return parser.parse_known_args(list(argv))[0].value
+    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    peek.add_argument("--context-parallel-backend", default="te")
+    return peek.parse_known_args(list(argv))[0].context_parallel_backend
 
 
 def stock_options(argv: Sequence[str]) -> list[str]:

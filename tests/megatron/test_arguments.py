@@ -102,12 +102,12 @@ def test_bad_values_name_the_option(argv, message, capsys):
     [
         ((), (), "local", False),
         ((), ("fused_weight_gradient_mlp_cuda",), "local", None),
-        ((), ("transformer_engine",), None, None),
-        (("--transformer-impl", "local"), ("transformer_engine",), None, False),
+        ((), ("transformer_engine",), None, False),
+        ((), ("transformer_engine", "fused_weight_gradient_mlp_cuda"), None, None),
         (("--tree-cpu",), ("transformer_engine",), "local", False),
     ],
 )
-def test_fused_weight_gradients_stay_where_something_brings_them(
+def test_fused_weight_gradients_need_apex(
     monkeypatch, argv, installed, impl, fused
 ):
     monkeypatch.setattr(
