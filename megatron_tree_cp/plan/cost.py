@@ -8,11 +8,14 @@ from functools import cached_property
 
 import numpy as np
 
+from .cost_gdn import GdnRates
 from .model import LayerClass, ModelShape
 from .profile import CostProfile
+from .recurrence_loads import RecurrenceLoads
 from .remote import RemoteKeys
 from .runs import RunTable
 from .simulate import LayerRates, StageLoads, layer_ms, link_masks
+from .tiles import hidden_pairs
 from .values import Array
 
 
@@ -37,9 +40,9 @@ class CostModel:
 
     @cached_property
     def other_layers(self) -> int:
-        """Layers that are no attention: token-local work only."""
-        attention = sum(layer.layers for layer in self.model.attention_classes)
-        return self.model.num_layers - attention
+        """Layers that are neither attention nor recurrent: token-local work only."""
+        priced = (*self.model.attention_classes, *self.model.recurrent_classes)
+        return self.model.num_layers - sum(layer.layers for layer in priced)
 
     def classes_of(self, window: int | None) -> tuple[LayerClass, ...]:
         """The attention classes with ``window``."""
@@ -56,6 +59,17 @@ class CostModel:
                 layers[rates] = layers.get(rates, 0) + layer.layers
             result[window] = [(count, rates) for rates, count in layers.items()]
         return result
+
+    @cached_property
+    def recurrent_rates(self) -> list[tuple[int, GdnRates]]:
+        """(layers, rates) of every Gated DeltaNet class."""
+        return [
+            (
+                layer.layers,
+                GdnRates.of(layer, self.profile, self.model.dtype_bytes, self.tp_size),
+            )
+            for layer in self.model.recurrent_classes
+        ]
 
     def rates(self, layer: LayerClass) -> LayerRates:
         """Coefficients of ``layer``."""
@@ -80,18 +94,32 @@ class CostModel:
             total = total + layers * (ahead.max(-1) + back.max(-1))
         return WindowCost(forward, backward, total)
 
+    def recurrent_ms(self, loads: RecurrenceLoads) -> WindowCost:
+        """Price of all Gated DeltaNet layers, run by run, synchronised layer by layer."""
+        token_forward, token_backward = self.token_ms(loads.tokens)
+        forward, backward = np.zeros_like(token_forward), np.zeros_like(token_forward)
+        total = 0.0
+        for layers, rates in self.recurrent_rates:
+            ahead, back = rates.layer_ms(loads)
+            ahead, back = ahead + token_forward, back + token_backward
+            forward = forward + layers * ahead
+            backward = backward + layers * back
+            total += layers * float(ahead.max() + back.max())
+        return WindowCost(forward, backward, np.asarray(total))
+
     def other_ms(self, tokens: Array) -> WindowCost:
-        """Price of the layers that are no attention."""
+        """Price of the layers that are neither attention nor recurrent."""
         forward, backward = self.token_ms(tokens)
         forward, backward = forward * self.other_layers, backward * self.other_layers
         return WindowCost(forward, backward, forward.max(-1) + backward.max(-1))
 
     def peak_bytes(self, tokens: Array, remote: Sequence[Array]) -> Array:
-        """Bytes per rank: kept activations plus the largest working set of one attention stage.
+        """Bytes per rank: kept activations plus the largest working set of one layer.
 
         ``tokens`` int[.., cp]; ``remote`` holds the remote keys int[.., cp] per window. The
-        working set is the fp32 accumulators of queries and keys, the receive buffers and their
-        gradients.
+        backward holds most: outputs, row sums, the fp32 sums of dQ and receive buffers
+        throughout; beside them the gradients of a stage's keys in both widths (of a remote stage
+        on the wire too), or at the end dQ and the gradients of the rank's own keys.
         """
         kept = tokens * (self.model.total_activation_bytes() / self.tp_size)
         working = np.zeros(np.shape(tokens))
@@ -99,9 +127,17 @@ class CostModel:
             for layer in self.classes_of(window):
                 rates = self.rates(layer)
                 wide = 4 / self.model.dtype_bytes
-                need = tokens * rates.output_bytes * (2 + 2 * wide)
-                need = need + (tokens + keys) * rates.kv_bytes * (1 + wide)
-                working = np.maximum(working, need)
+                row_sums = 3 * 4 * layer.query_heads / self.tp_size
+                held = tokens * (rates.output_bytes * (1 + wide) + row_sums)
+                held = held + keys * rates.kv_bytes
+                local = tokens * rates.kv_bytes * (1 + wide)
+                remote_stage = keys * rates.kv_bytes * (2 + wide)
+                end = tokens * (rates.output_bytes + rates.kv_bytes)
+                most = np.maximum(np.maximum(local, remote_stage), end)
+                working = np.maximum(working, held + most)
+        for _, recurrent in self.recurrent_rates:
+            need = recurrent.working_bytes(tokens, self.model.dtype_bytes)
+            working = np.maximum(working, need)
         return kept + working
 
 
@@ -114,21 +150,28 @@ class WindowCost:
     total: Array
 
 
-def local_loads(runs: RunTable, window: int | None) -> tuple[Array, Array]:
-    """(tokens, visible pairs among a rank's own tokens), int64[cp] each."""
+def local_loads(
+    runs: RunTable, window: int | None, profile: CostProfile | None = None
+) -> tuple[Array, Array, Array | None]:
+    """(tokens, visible pairs among a rank's own tokens) int64[cp] each, and float64[cp] the hidden
+    pairs of their tiles where ``profile`` counts them, else None."""
     every = np.arange(len(runs))
     local = runs.count_pairs(runs.owner, every, runs.start, runs.length, window)
-    return (
-        _by_rank(runs.owner, runs.length, runs.cp_size),
-        _by_rank(runs.owner, local, runs.cp_size),
-    )
+    tokens = _by_rank(runs.owner, runs.length, runs.cp_size)
+    pairs = _by_rank(runs.owner, local, runs.cp_size)
+    if profile is None or not profile.counts_tiles:
+        return tokens, pairs, None
+    own = runs.order
+    keys = RemoteKeys(runs.owner[own], own, runs.start[own], runs.length[own])
+    interval = runs.reach(keys.destination, own, keys.start, keys.length, window)
+    return tokens, pairs, hidden_pairs(runs, keys, window, pairs, interval)
 
 
 def stage_loads(
     runs: RunTable,
     waves: Sequence[RemoteKeys],
     window: int | None,
-    local: tuple[Array, Array],
+    local: tuple[Array, Array, Array | None],
     profile: CostProfile,
 ) -> StageLoads:
     """Exact loads of a plan's stages; ``local`` is what ``local_loads`` returns."""
@@ -136,12 +179,15 @@ def stage_loads(
     links = link_masks(cp_size, profile)
     shape = (len(waves), cp_size)
     pairs, reached = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    hidden = None if local[2] is None else np.zeros(shape)
     moved = np.zeros((2, len(waves), len(links), cp_size))
     for w, keys in enumerate(waves):
         where = (keys.destination, keys.run, keys.start, keys.length)
         lo, hi = runs.reach(*where, window)
         seen = keys.length * (hi - lo) if window is None else runs.count_pairs(*where, window)
         pairs[w] = _by_rank(keys.destination, seen, cp_size)
+        if hidden is not None:
+            hidden[w] = hidden_pairs(runs, keys, window, pairs[w], (lo, hi))
         first = np.full(cp_size, runs.tree.num_tokens)
         last = np.zeros(cp_size, np.int64)
         np.minimum.at(first, keys.destination, np.where(hi > lo, lo, runs.tree.num_tokens))
@@ -156,6 +202,8 @@ def stage_loads(
         reached=reached,
         sent=moved[0],
         received=moved[1],
+        local_hidden=local[2],
+        hidden=hidden,
     )
 
 

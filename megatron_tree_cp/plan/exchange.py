@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from .layout import Layout
-from .values import Array, ArrayValue, frozen_array, merge_sorted
+from .values import Array, ArrayValue, freeze_arrays, frozen_array, merge_sorted
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +28,9 @@ class RankExchange(ArrayValue):
     recv_counts: tuple[int, ...]
     recv_starts: Array
     recv_lengths: Array
+
+    def __post_init__(self) -> None:
+        freeze_arrays(self)
 
     @property
     def num_send(self) -> int:

@@ -7,9 +7,9 @@ from functools import cached_property
 
 import numpy as np
 
-from .exchange import ExchangePlan
+from .exchange import ExchangePlan, RankExchange
 from .recurrence import RecurrencePlan
-from .values import Array, ArrayValue, frozen_array
+from .values import Array, ArrayValue, freeze_arrays, frozen_array
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +27,9 @@ class RankHalo(ArrayValue):
     rows of the shard; received rows]; -1 before a root."""
 
     num_received: int
+
+    def __post_init__(self) -> None:
+        freeze_arrays(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,3 +114,58 @@ class HaloPlan(ArrayValue):
             before=frozen_array(np.where(rows < 0, -1, before)),
             num_received=len(received),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class ConvolutionArrays(ArrayValue):
+    """One rank's convolution of ``width`` taps: its halo, and who reads across starts of runs."""
+
+    width: int
+    part: RankHalo
+    late_rows: Array
+    """int32[m]: rows of [shard; halo] that taps across a run's start read, ascending."""
+
+    late_offsets: Array
+    """int32[m + 1]"""
+
+    late_readers: Array
+    """int32[.]: tap * n + token, the readers of each late row, in a fixed order."""
+
+    exchange: RankExchange | None
+    """Brings the halo; None when no rank of the row needs any."""
+
+    def __post_init__(self) -> None:
+        freeze_arrays(self)
+
+    @property
+    def num_tokens(self) -> int:
+        """Real rows n of the shard."""
+        return int(self.part.length.sum())
+
+    @classmethod
+    def of(cls, plan: HaloPlan, rank: int) -> ConvolutionArrays:
+        """The arrays of ``rank``."""
+        part = plan.rank(rank)
+        rows, offsets, readers = _late(part)
+        exchange = plan.exchange.rank(rank) if len(plan.exchange.length) else None
+        return cls(
+            plan.width,
+            part,
+            late_rows=frozen_array(rows, np.int32),
+            late_offsets=frozen_array(offsets, np.int32),
+            late_readers=frozen_array(readers, np.int32),
+            exchange=exchange,
+        )
+
+
+def _late(part: RankHalo) -> tuple[Array, Array, Array]:
+    """Rows read across a run's start, and their readers (tap * n + token) in CSR form."""
+    tokens, reach = int(part.length.sum()), part.before.shape[1]
+    offset, tap = np.triu_indices(reach)  # the token `offset` rows into a run reads across by `tap`
+    row = part.before[:, tap - offset]
+    reader = tap * tokens + part.start[:, None] + offset
+    valid = (row >= 0) & (offset < part.length[:, None])
+    row, reader = row[valid], reader[valid]
+    order = np.lexsort((reader, row))
+    rows, counts = np.unique(row, return_counts=True)
+    return rows, np.concatenate([[0], np.cumsum(counts)]), reader[order]

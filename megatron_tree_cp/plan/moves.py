@@ -9,6 +9,7 @@ import numpy as np
 
 from .cost import CostModel, WindowCost
 from .simulate import StageLoads, link_masks
+from .unit_chains import ChainState, UnitChains
 from .units import UnitWork
 from .values import Array
 
@@ -32,19 +33,27 @@ class WindowState:
     reached: Array  # [cp]: share of the rank's queries that see a remote key
     sent: Array  # [L, cp]: rows of ``fetched`` that leave a rank, per link class
     received: Array  # [L, cp]: rows of it that arrive
+    hidden: Array  # [cp]: hidden pairs of its own keys' tiles
 
 
 class Assignment:
     """An owner per unit, with everything needed to price moves away from one rank."""
 
     def __init__(
-        self, owner: Array, sizes: Array, works: list[UnitWork], costs: CostModel, cp_size: int
+        self,
+        owner: Array,
+        sizes: Array,
+        works: list[UnitWork],
+        costs: CostModel,
+        cp_size: int,
+        chains: UnitChains | None = None,
     ) -> None:
         self.owner, self.sizes = owner, sizes
         self.costs, self.cp_size = costs, cp_size
         self.links = link_masks(cp_size, costs.profile)
         self.tokens = self._sum(sizes)
         self.states = [self._state(work) for work in works]
+        self.chains = None if chains is None else ChainState(chains, owner, cp_size)
 
     def _sum(self, values: Array) -> Array:
         """float64[cp]: sums of ``values`` [U] over the units of each rank."""
@@ -98,6 +107,7 @@ class Assignment:
             reached=self._sum(touched) / np.maximum(self.tokens, 1),
             sent=traffic.sum(1),
             received=traffic.sum(2),
+            hidden=np.zeros(self.cp_size) if work.hidden is None else self._sum(work.hidden),
         )
 
     def moved(self, unit: int, to: int) -> Assignment:
@@ -110,6 +120,8 @@ class Assignment:
         other.tokens[rank] -= self.sizes[unit]
         other.tokens[to] += self.sizes[unit]
         other.states = [other._state_after(state, unit, rank, to) for state in self.states]
+        if self.chains is not None:
+            other.chains = self.chains.moved(unit, to, other.owner)
         return other
 
     def _state_after(self, state: WindowState, unit: int, rank: int, to: int) -> WindowState:
@@ -146,9 +158,12 @@ class Assignment:
                 state.sent,
                 state.received,
                 state.reached,
+                state.hidden,
                 option,
             )
             parts.append(self.costs.window_ms(window, loads, option[0]))
+        if self.chains is not None:
+            parts.append(self.chains.cost(self.tokens, self.costs))
         received = [state.received.sum(-2) for state in self.states]
         return float(_score(self.costs, self.tokens, parts, received)), parts
 
@@ -170,10 +185,17 @@ class Assignment:
             inner = work.pairs[unit, unit]
             local[:, rank] -= shared[:, rank] - inner
             local[batch, to] += shared[batch, to] + inner
+            hidden = state.hidden
+            if work.hidden is not None:
+                hidden = np.tile(hidden, (len(unit), 1))
+                hidden[:, rank] -= work.hidden[unit]
+                hidden[batch, to] += work.hidden[unit]
             sent, received = self._traffic_after(state, rank, unit, to)
             arriving.append(received.sum(-2))
-            loads = _loads(tokens, local, total, sent, received, state.reached, option)
+            loads = _loads(tokens, local, total, sent, received, state.reached, hidden, option)
             parts.append(self.costs.window_ms(window, loads, option[0]))
+        if self.chains is not None:
+            parts.append(self.chains.cost_after(rank, unit, to, tokens, self.costs))
         return np.asarray(_score(self.costs, tokens, parts, arriving))
 
     def _traffic_after(
@@ -225,7 +247,7 @@ def price_seeds(
     parts, received = [], []
     for i, window in enumerate(costs.windows):
         states = [seed.states[i] for seed in seeds]
-        names = ("local", "total", "sent", "received", "reached")
+        names = ("local", "total", "sent", "received", "reached", "hidden")
         stacked = {name: np.stack([getattr(state, name) for state in states]) for name in names}
         received.append(stacked["received"].sum(-2))
         priced = [
@@ -239,6 +261,11 @@ def price_seeds(
             for side in ("forward", "backward", "total")
         ]
         parts.append(WindowCost(*rank_ms))
+    chains = [seed.chains.cost(seed.tokens, costs) for seed in seeds if seed.chains is not None]
+    if chains:
+        parts.append(
+            WindowCost(*(np.stack([getattr(c, side) for c in chains]) for side in vars(chains[0])))
+        )
     total = costs.other_ms(tokens).total + sum(part.total for part in parts)
     return list(_score(costs, tokens, parts, received)), list(total), options
 
@@ -264,11 +291,16 @@ def _loads(
     sent: Array,
     received: Array,
     reached: Array,
+    hidden: Array,
     option: Option,
 ) -> StageLoads:
-    """Loads with the remote work spread evenly over the option's waves."""
+    """Loads with the remote work spread evenly over the option's waves.
+
+    Hidden pairs are spread over the stages as the visible ones are.
+    """
     waves = option[1]
     remote = np.maximum(total - local, 0)[..., None, :] / waves
+    share = hidden / np.maximum(total, 1)
     return StageLoads(
         queries=tokens,
         local_pairs=local,
@@ -276,4 +308,6 @@ def _loads(
         reached=np.repeat((tokens * reached)[..., None, :], waves, -2),
         sent=sent[..., None, :, :] / waves,
         received=received[..., None, :, :] / waves,
+        local_hidden=local * share,
+        hidden=np.repeat(remote * share[..., None, :], waves, -2),
     )

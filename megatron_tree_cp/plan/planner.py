@@ -81,25 +81,23 @@ def plan_row(
 
 
 def _predict(chosen: Schedule, costs: CostModel, tried: tuple[Candidate, ...]) -> Prediction:
-    forward, backward = chosen.other.forward, chosen.other.backward
     pairs, remote, by_window = {}, {}, []
     for part in chosen.windows:
-        forward = forward + part.cost.forward
-        backward = backward + part.cost.backward
         received = part.loads.received.sum((0, 1)).astype(np.int64)
         by_window.append(received)
         for layer in costs.classes_of(part.window):
             pairs[layer.name] = frozen_array(part.loads.local_pairs + part.loads.pairs.sum(0))
             remote[layer.name] = frozen_array(received)
     return Prediction(
-        forward_ms=forward,
-        backward_ms=backward,
+        forward_ms=np.sum([cost.forward for cost in chosen.costs], axis=0),
+        backward_ms=np.sum([cost.backward for cost in chosen.costs], axis=0),
         tokens=chosen.tokens,
         pairs=pairs,
         remote_tokens=remote,
         peak_bytes=costs.peak_bytes(chosen.tokens, by_window),
         total_ms=chosen.total_ms,
         candidates=tried + tuple(c for part in chosen.windows for c in part.candidates),
+        chained_runs=chosen.recurrent.loads.chained if chosen.recurrent else 0,
     )
 
 

@@ -27,9 +27,12 @@ import numpy as np
 from ..tree.packed_tree import PackedTree
 from .layout import Layout
 from .runs import RunTable, join_only_children
-from .values import Array, ArrayValue, frozen_array
+from .values import Array, ArrayValue, freeze_arrays, frozen_array
 
 Levels = tuple[Array, ...]
+
+CHUNK = 64
+"""Tokens of a block: blocks are the steps of a state along a run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +49,9 @@ class SummaryExchange(ArrayValue):
     send_transfers: tuple[Array, ...]
     recv_states: tuple[int, ...]
     recv_transfers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        freeze_arrays(self)
 
 
 @dataclass(frozen=True)
@@ -142,6 +148,9 @@ class RankRecurrence(ArrayValue):
     outgoing: tuple[int, ...]
     """Node whose gradient enters at the end of ``exports[i]``."""
 
+    def __post_init__(self) -> None:
+        freeze_arrays(self)
+
 
 @dataclass(frozen=True, eq=False)
 class RecurrencePlan(ArrayValue):
@@ -192,16 +201,16 @@ class RecurrencePlan(ArrayValue):
         return frozen_array(np.where(childless, np.cumsum(childless) - 1, -1))
 
     @cached_property
-    def _chains(self) -> tuple[Array, Array]:
+    def chains(self) -> tuple[Array, Array]:
         """Per run: the head of its component, and the runs between them."""
         owner = self.runs.owner
         own = (self.parent >= 0) & (owner[self.parent] == owner)
-        return _climb(np.where(own, self.parent, -1))
+        return climb(np.where(own, self.parent, -1))
 
     @cached_property
     def heads(self) -> Array:
         """int64: heads of components whose parent is on another rank, in row order."""
-        head, _ = self._chains
+        head, _ = self.chains
         return frozen_array(np.flatnonzero((head == np.arange(len(head))) & (self.parent >= 0)))
 
     @cached_property
@@ -210,9 +219,9 @@ class RecurrencePlan(ArrayValue):
         return frozen_array(np.unique(self.parent[self.heads]))
 
     @cached_property
-    def _above(self) -> tuple[Array, Array, Array]:
+    def above(self) -> tuple[Array, Array, Array]:
         """Export that each head hangs on; the export above each export (-1: final); its head."""
-        head, _ = self._chains
+        head, _ = self.chains
         head_of_export = head[self.exports]
         hang = np.searchsorted(self.exports, self.parent[self.heads])
         above = self.parent[head_of_export]
@@ -220,9 +229,9 @@ class RecurrencePlan(ArrayValue):
         return hang, up, head_of_export
 
     @cached_property
-    def _pairs(self) -> tuple[Array, Array]:
+    def pairs(self) -> tuple[Array, Array]:
         """Every head with every export on its chain to the root: (head, export) entries."""
-        hang, up, _ = self._above
+        hang, up, _ = self.above
         head, export = np.arange(len(hang)), hang
         heads, exports = [head], [export]
         while len(head):
@@ -234,7 +243,7 @@ class RecurrencePlan(ArrayValue):
 
     def rank(self, rank: int) -> RankRecurrence:
         """The part of ``rank``."""
-        runs, (head, depth) = self.runs, self._chains
+        runs, (head, depth) = self.runs, self.chains
         mine = np.flatnonzero(runs.owner == rank)
         local = np.full(len(runs), -1)
         local[mine] = np.arange(len(mine))
@@ -285,30 +294,32 @@ class RecurrencePlan(ArrayValue):
         )
 
     @cached_property
-    def _export_rank(self) -> Array:
+    def export_rank(self) -> Array:
+        """int32[exports]: owners of the exports."""
         return self.runs.owner[self.exports]
 
     @cached_property
-    def _head_rank(self) -> Array:
+    def head_rank(self) -> Array:
+        """int32[heads]: owners of the heads."""
         return self.runs.owner[self.heads]
 
     def _transfer_bank(self, rank: int) -> list[tuple[str, int]]:
-        own = np.flatnonzero((self._export_rank == rank) & (self._above[1] >= 0))
+        own = np.flatnonzero((self.export_rank == rank) & (self.above[1] >= 0))
         return [("M", int(e)) for e in own]
 
     def _state_bank(self, rank: int) -> list[tuple[str, int]]:
-        return [("E", int(e)) for e in np.flatnonzero(self._export_rank == rank)]
+        return [("E", int(e)) for e in np.flatnonzero(self.export_rank == rank)]
 
     @cached_property
     def _state_needs(self) -> set[tuple[int, tuple[str, int]]]:
         """(rank, key): the states and transfers of others that each rank composes with."""
-        head, export = self._pairs
-        ranks = self._head_rank[head]
-        away = ranks != self._export_rank[export]
+        head, export = self.pairs
+        ranks = self.head_rank[head]
+        away = ranks != self.export_rank[export]
         needs = set()
         for rank, e in {(int(r), int(e)) for r, e in zip(ranks[away], export[away], strict=True)}:
             needs.add((rank, ("E", e)))
-            if self._above[1][e] >= 0:
+            if self.above[1][e] >= 0:
                 needs.add((rank, ("M", e)))
         return needs
 
@@ -316,37 +327,37 @@ class RecurrencePlan(ArrayValue):
         self, rank: int, local: Array
     ) -> tuple[SummaryExchange, tuple[StateNode, ...], tuple[int, ...]]:
         exchange, pool = self._exchange(rank, self._state_bank, self._state_needs)
-        hang, up, _ = self._above
-        head, export = self._pairs
-        own = self._head_rank[head] == rank
+        hang, up, _ = self.above
+        head, export = self.pairs
+        own = self.head_rank[head] == rank
         order = [int(e) for e in np.unique(export[own])]
         node = {e: i for i, e in enumerate(order)}
         nodes = tuple(
             StateNode(pool["E", e], pool.get(("M", e), -1), node.get(int(up[e]), -1)) for e in order
         )
-        incoming = tuple(node[int(hang[c])] for c in np.flatnonzero(self._head_rank == rank))
+        incoming = tuple(node[int(hang[c])] for c in np.flatnonzero(self.head_rank == rank))
         return exchange, nodes, incoming
 
     @cached_property
-    def _open_heads(self) -> Array:
+    def open_heads(self) -> Array:
         """bool[heads]: whether the component has exports, so that its B is not yet dS_in."""
-        return np.isin(self.heads, self._above[2])
+        return np.isin(self.heads, self.above[2])
 
     def _gradient_key(self, c: int) -> tuple[str, int]:
         """State of the backward bank that holds a component: shared by exact ones of a parent."""
-        return ("B", c) if self._open_heads[c] else ("G", int(self._above[0][c]))
+        return ("B", c) if self.open_heads[c] else ("G", int(self.above[0][c]))
 
     def _gradient_bank(self, rank: int) -> list[tuple[str, int]]:
-        keys = {self._gradient_key(int(c)) for c in np.flatnonzero(self._head_rank == rank)}
+        keys = {self._gradient_key(int(c)) for c in np.flatnonzero(self.head_rank == rank)}
         return sorted(keys, key=lambda key: (key[0] == "B", key[1]))
 
     @cached_property
     def _gradient_needs(self) -> set[tuple[int, tuple[str, int, int]]]:
         """(rank, (kind, id, source)): what owners of ancestors need of each component."""
-        head, export = self._pairs
+        head, export = self.pairs
         needs = set()
         for c, e in zip(head.tolist(), export.tolist(), strict=True):
-            source, rank = int(self._head_rank[c]), int(self._export_rank[e])
+            source, rank = int(self.head_rank[c]), int(self.export_rank[e])
             if source == rank:
                 continue
             needs.add((rank, (*self._gradient_key(c), source)))
@@ -357,7 +368,7 @@ class RecurrencePlan(ArrayValue):
     @cached_property
     def _exports_by_head(self) -> dict[int, list[int]]:
         table: dict[int, list[int]] = {}
-        for export, head in enumerate(self._above[2].tolist()):
+        for export, head in enumerate(self.above[2].tolist()):
             table.setdefault(head, []).append(export)
         return table
 
@@ -373,13 +384,13 @@ class RecurrencePlan(ArrayValue):
         for reader, (kind, number, source) in self._gradient_needs:
             needs_of.setdefault(source, set()).add((reader, (kind, number)))
         exchange, pool = self._exchange(rank, self._gradient_bank, needs_of, by_source=True)
-        hang, _, _ = self._above
-        own_heads = np.flatnonzero(self._head_rank == rank)
+        hang, _, _ = self.above
+        own_heads = np.flatnonzero(self.head_rank == rank)
         bank = tuple(
             tuple(int(local[self.heads[c]]) for c in own_heads if self._gradient_key(int(c)) == key)
             for key in self._gradient_bank(rank)
         )
-        own_exports = np.flatnonzero(self._export_rank == rank).tolist()
+        own_exports = np.flatnonzero(self.export_rank == rank).tolist()
         needed, stack = set(own_exports), list(own_exports)
         hanging: dict[int, list[int]] = {}
         for c, e in enumerate(hang.tolist()):
@@ -394,10 +405,10 @@ class RecurrencePlan(ArrayValue):
         nodes = []
         for e in order:
             states = sorted(
-                {pool[(*self._gradient_key(c), int(self._head_rank[c]))] for c in hanging[e]}
+                {pool[(*self._gradient_key(c), int(self.head_rank[c]))] for c in hanging[e]}
             )
             products = [
-                (pool["M", x, int(self._head_rank[c])], node[x])
+                (pool["M", x, int(self.head_rank[c])], node[x])
                 for c in hanging[e]
                 for x in self._exports_of(c)
             ]
@@ -445,7 +456,7 @@ class RecurrencePlan(ArrayValue):
         return exchange, pool
 
 
-def _climb(parent: Array) -> tuple[Array, Array]:
+def climb(parent: Array) -> tuple[Array, Array]:
     """Topmost ancestor of each node and the steps to it, by pointer doubling; -1 is no parent."""
     link = np.where(parent < 0, np.arange(len(parent)), parent)
     steps = (parent >= 0).astype(np.int64)

@@ -42,6 +42,8 @@ class Prediction(ArrayValue):
     peak_bytes: Array
     total_ms: float
     candidates: tuple[Candidate, ...] = ()
+    chained_runs: int = 0
+    """Runs of recurrent layers whose state comes from another rank."""
 
     def __post_init__(self) -> None:
         for name in ("forward_ms", "backward_ms", "peak_bytes"):

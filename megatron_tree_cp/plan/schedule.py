@@ -9,6 +9,8 @@ from ..tree.packed_tree import PackedTree
 from .attention import AttentionPlan
 from .cost import CostModel, WindowCost, local_loads, stage_loads
 from .layout import Layout
+from .recurrence import CHUNK, RecurrencePlan
+from .recurrence_loads import RecurrenceLoads, recurrence_loads
 from .remote import RemoteKeys, remote_keys, split_waves
 from .row_plan import Candidate
 from .runs import RunTable
@@ -36,6 +38,14 @@ class WindowSchedule:
 
 
 @dataclass(frozen=True, eq=False)
+class RecurrentSchedule:
+    """The work of recurrent layers under one layout, and its price over all of them."""
+
+    loads: RecurrenceLoads
+    cost: WindowCost
+
+
+@dataclass(frozen=True, eq=False)
 class Schedule:
     """The chosen waves of every window under one layout, with exact predicted cost."""
 
@@ -44,11 +54,19 @@ class Schedule:
     windows: tuple[WindowSchedule, ...]
     tokens: Array
     other: WindowCost
+    recurrent: RecurrentSchedule | None = None
+    """None for a model without recurrent layers."""
 
     @property
     def total_ms(self) -> float:
         """Predicted forward + backward ms over all layers."""
-        return float(self.other.total) + sum(float(w.cost.total) for w in self.windows)
+        return sum(float(cost.total) for cost in self.costs)
+
+    @property
+    def costs(self) -> tuple[WindowCost, ...]:
+        """The prices that add up: of windows, recurrent layers and the others."""
+        recurrent = () if self.recurrent is None else (self.recurrent.cost,)
+        return (self.other, *(window.cost for window in self.windows), *recurrent)
 
 
 def schedule(tree: PackedTree, layout: Layout, costs: CostModel, waves: int | None) -> Schedule:
@@ -56,14 +74,18 @@ def schedule(tree: PackedTree, layout: Layout, costs: CostModel, waves: int | No
     runs = RunTable(tree, layout)
     windows = tuple(_schedule_window(runs, window, costs, waves) for window in costs.windows)
     tokens = windows[0].loads.queries if windows else local_loads(runs, None)[0]
-    return Schedule(layout, runs, windows, tokens, costs.other_ms(tokens))
+    recurrent = None
+    if costs.recurrent_rates:
+        loads = recurrence_loads(RecurrencePlan(tree, layout), CHUNK)
+        recurrent = RecurrentSchedule(loads, costs.recurrent_ms(loads))
+    return Schedule(layout, runs, windows, tokens, costs.other_ms(tokens), recurrent)
 
 
 def _schedule_window(
     runs: RunTable, window: int | None, costs: CostModel, waves: int | None
 ) -> WindowSchedule:
     keys = remote_keys(runs, window)
-    local = local_loads(runs, window)
+    local = local_loads(runs, window, costs.profile)
     tried: list[WindowSchedule] = []
 
     def price(name: str, parts: tuple[RemoteKeys, ...], fused: bool = False) -> float:

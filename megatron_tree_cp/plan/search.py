@@ -18,6 +18,7 @@ from .moves import Assignment, Option, price_seeds
 from .row_plan import Candidate
 from .runs import Segments, join_only_children
 from .schedule import MAX_WAVES, Schedule, schedule
+from .unit_chains import unit_chains
 from .units import unit_cuts, unit_work
 from .values import Array
 
@@ -39,6 +40,9 @@ SPLIT_PARTS = 4
 MIN_GAIN = 1e-5
 """Relative gain of the score that makes a move worthwhile."""
 
+MIN_ESTIMATED_GAIN = 2e-4
+"""The same for models with recurrent layers, whose price on units is an estimate."""
+
 
 def search_layout(
     tree: PackedTree, cp_size: int, costs: CostModel, waves: int | None, granule: int
@@ -58,22 +62,29 @@ def search_layout(
     if cp_size == 1:
         return chosen, tuple(tried)
     cuts = np.union1d(unit_cuts(segments, tree.num_tokens, cp_size), shares)
-    works = unit_work(tree, cuts, costs.windows)
+    works = unit_work(tree, cuts, costs.windows, costs.profile.counts_tiles)
     choices = _choices(waves)
     names, owners = zip(*_seeds(compute, cuts, shares, cp_size))
     sizes = np.diff(cuts)
-    seeds = [Assignment(owner, sizes, works, costs, cp_size) for owner in owners]
+    chains = unit_chains(tree, cuts, costs)
+    seeds = [Assignment(owner, sizes, works, costs, cp_size, chains) for owner in owners]
     scores, totals, options = price_seeds(seeds, choices)
     tried += [Candidate(f"seed {n}, on units", float(t)) for n, t in zip(names, totals)]
     best = int(np.argmin(scores))
-    cuts, owner = _descend(tree, cuts, seeds[best], costs, options[best])
-    layout = Layout.from_pieces(cuts, owner, cp_size, granule)
-    if all(map(np.array_equal, layout.ranges, contiguous.ranges)):
-        return chosen, tuple(tried)
-    found = schedule(tree, layout, costs, waves)
-    tried.append(Candidate(f"{names[best]}, moved", found.total_ms))
-    if (_excess(found, costs), found.total_ms) < (_excess(chosen, costs), chosen.total_ms):
-        chosen = found
+    finer, owner = _descend(tree, cuts, seeds[best], costs, options[best])
+    layouts = {f"{names[best]}, moved": Layout.from_pieces(finer, owner, cp_size, granule)}
+    # Units estimate what an exchange of states costs: layouts without any are priced run by run.
+    local = [i for i, seed in enumerate(seeds) if seed.chains and not seed.chains.crosses]
+    if local:
+        i = min(local, key=lambda i: float(scores[i]))
+        layouts[f"{names[i]}, local"] = Layout.from_pieces(cuts, owners[i], cp_size, granule)
+    for name, layout in layouts.items():
+        if all(map(np.array_equal, layout.ranges, chosen.layout.ranges)):
+            continue
+        found = schedule(tree, layout, costs, waves)
+        tried.append(Candidate(name, found.total_ms))
+        if (_excess(found, costs), found.total_ms) < (_excess(chosen, costs), chosen.total_ms):
+            chosen = found
     return chosen, tuple(tried)
 
 
@@ -141,8 +152,9 @@ def _descend(
         if len(finer) == len(cuts):
             break
         owner = state.owner[np.searchsorted(cuts, finer[:-1], side="right") - 1]
-        cuts, works = finer, unit_work(tree, finer, costs.windows)
-        state = Assignment(owner, np.diff(cuts), works, costs, state.cp_size)
+        chains = unit_chains(tree, finer, costs)
+        cuts, works = finer, unit_work(tree, finer, costs.windows, costs.profile.counts_tiles)
+        state = Assignment(owner, np.diff(cuts), works, costs, state.cp_size, chains)
     return cuts, state.owner
 
 
@@ -188,7 +200,8 @@ def _best_move(
         return None
     scores = state.price_moves(rank, unit, to, options)
     best = int(np.argmin(scores))
-    if scores[best] >= score * (1 - MIN_GAIN):
+    gain = MIN_GAIN if state.chains is None else MIN_ESTIMATED_GAIN
+    if scores[best] >= score * (1 - gain):
         return None
     return int(unit[best]), int(to[best])
 
@@ -200,6 +213,8 @@ class ComputeBefore:
         self.segments = segments
         both = 1 + costs.profile.token_backward_factor
         self._token_ms = costs.token_forward_ms * both * costs.model.num_layers
+        for layers, gdn in costs.recurrent_rates:
+            self._token_ms += layers * (gdn.token_pass_ms(False) + gdn.token_pass_ms(True))
         self._windows = []
         for window in costs.windows:
             rates = [(costs.rates(layer), layer.layers) for layer in costs.classes_of(window)]

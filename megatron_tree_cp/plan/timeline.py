@@ -51,7 +51,7 @@ def layer_timelines(plan: RowPlan, profile: CostProfile) -> tuple[LayerTimeline,
     result = []
     for layer in plan.model.attention_classes:
         part = plan.attention[layer.name]
-        local = local_loads(part.runs, part.window)
+        local = local_loads(part.runs, part.window, profile)
         loads = stage_loads(part.runs, part.waves, part.window, local, profile)
         steps: list[Step] = []
 

@@ -8,8 +8,9 @@ from functools import cached_property
 import numpy as np
 
 from ..tree.packed_tree import PackedTree
-from .remote import needed_keys
+from .remote import TILE, needed_keys
 from .runs import RunTable, Segments
+from .tiles import hidden_of_units
 from .values import Array, expand_ranges, frozen_array
 
 
@@ -74,11 +75,13 @@ class UnitWork:
     """Exact work between units under one window.
 
     ``pairs`` float64[U query, U key] visible pairs; ``keys`` float64[U query, U key] keys of the
-    second unit that the first unit's queries see (0 on the diagonal).
+    second unit that the first unit's queries see (0 on the diagonal). ``hidden`` float64[U key]
+    hidden pairs of touched tiles, None where they are not counted.
     """
 
     pairs: Array
     keys: Array
+    hidden: Array | None = None
 
     @cached_property
     def queries(self) -> Array:
@@ -92,8 +95,10 @@ class UnitWork:
         return UnitEntries(query, key, self.pairs[query, key], self.keys[query, key])
 
 
-def unit_work(tree: PackedTree, cuts: Array, windows: tuple[int | None, ...]) -> list[UnitWork]:
-    """The work between the units of ``cuts``, per window."""
+def unit_work(
+    tree: PackedTree, cuts: Array, windows: tuple[int | None, ...], tiles: bool = False
+) -> list[UnitWork]:
+    """The work between the units of ``cuts``, per window; ``tiles`` counts hidden pairs too."""
     runs = RunTable(tree, UnitGrid(frozen_array(cuts)))
     size = runs.cp_size
     owner = runs.owner.astype(np.int64)
@@ -110,5 +115,10 @@ def unit_work(tree: PackedTree, cuts: Array, windows: tuple[int | None, ...]) ->
         work = np.bincount(flat, weights=between, minlength=size * size).reshape(size, size)
         work[np.diag_indices(size)] = np.bincount(owner, weights=within, minlength=size)
         keys = np.bincount(flat, weights=far.length, minlength=size * size).reshape(size, size)
-        result.append(UnitWork(work, keys))
+        hidden = None
+        if tiles and window is None:
+            hidden = hidden_of_units(runs, cuts, work.sum(0))
+        elif tiles:
+            hidden = np.diff(cuts) * float(TILE)
+        result.append(UnitWork(work, keys, hidden))
     return result

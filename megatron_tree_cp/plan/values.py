@@ -19,6 +19,23 @@ def frozen_array(values: ArrayLike, dtype: Any = np.int64) -> Array:
     return array
 
 
+def freeze_arrays(value: Any) -> None:
+    """Make the arrays of a frozen dataclass read-only: they come writable out of a pickle."""
+
+    def frozen(held: Any) -> Any:
+        if isinstance(held, np.ndarray):
+            return frozen_array(held, held.dtype)
+        if isinstance(held, tuple) and any(isinstance(item, np.ndarray) for item in held):
+            return tuple(frozen(item) for item in held)
+        return held
+
+    for field in fields(value):
+        held = getattr(value, field.name)
+        made = frozen(held)
+        if made is not held:
+            object.__setattr__(value, field.name, made)
+
+
 def expand_ranges(starts: Array, lengths: Array) -> Array:
     """int64[sum(lengths)]: the integers of ``[start, start + length)``, range after range."""
     offsets = np.cumsum(lengths) - lengths

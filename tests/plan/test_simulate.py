@@ -1,12 +1,16 @@
 """The simulated order of one layer, against hand calculations."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from megatron_tree_cp.bench.presets import preset_tree
 from megatron_tree_cp.plan import CostProfile, LayerClass, ModelShape, plan_row
+from megatron_tree_cp.plan.cost import CostModel
 from megatron_tree_cp.plan.simulate import (
     LayerRates,
+    StageLoad,
     StageLoads,
     exchange_ms,
     layer_ms,
@@ -116,3 +120,68 @@ def test_slow_link_changes_placement():
     kept = plan_row(tree, 4, model, slow, layout=fast_plan.layouts["main"])
     assert slow_plan.predicted.total_ms < kept.predicted.total_ms
     assert crossing(slow_plan) < crossing(fast_plan)
+
+
+def test_contention_delays_what_runs_beside_an_exchange():
+    slow = replace(PROFILE, exchange_contention=0.5)
+    work = loads([10, 2], [[0, 6], [0, 5]], [[[0, 4], [0, 0]]] * 2)
+    forward, backward = layer_ms(work, rates(slow), fused=False)
+    # Two exchanges of 7 ms till 14: rank 0's own stage [0, 10) is beside them throughout. Rank 1:
+    # own [0, 2) till 3, wave 0 from 7 till 13 and 3 more, wave 1 from 16 alone.
+    assert forward == pytest.approx([15, 21])
+    # Backward, rank 1: wave 0 till 15, its return till 22; wave 1 [15, 27.5) loses 3.5, till 31;
+    # its return till 38 is beside the own stage [31, 36): 2.5 more, 38.5. Rank 0 waits for its rows
+    # at 38; its own stage [0, 25) meets no return of the ranks' last one.
+    assert backward == pytest.approx([38, 38.5])
+
+
+def test_hidden_pairs_rows_and_keys_have_prices():
+    priced = replace(
+        PROFILE,
+        forward_hidden_factor=0.5,
+        backward_hidden_factor=2.0,
+        forward_row_passes=3.0,
+        backward_key_passes=4.0,
+        memory_bytes_per_ms=2.0,
+    )
+    load = StageLoad(np.array([4, 0]), np.array([6, 6]), np.array([2, 2]), np.array([5, 5]))
+    # 4 + 3 pairs of 1 ms, 2 rows of 1 byte moved thrice at 2 bytes a ms; nothing without a pair.
+    assert rates(priced).stage_ms(load) == pytest.approx([7 + 3, 0])
+    # 4 + 12 pairs of 2.5 ms, 5 keys of 2 bytes moved four times.
+    assert rates(priced).stage_ms(load, backward=True) == pytest.approx([40 + 20, 0])
+
+
+def test_backward_coefficients_default_to_the_forwards():
+    load = StageLoad(np.array([4]), None, np.array([2]), np.array([5]))
+    base = replace(PROFILE, remote_pair_factor=2.0, underfill_ms=8.0, fill_flops=32.0)
+    own = replace(base, backward_remote_factor=3.0, backward_underfill_ms=1.0)
+    own = replace(own, backward_fill_flops=1e-9)
+    # 4 pairs of 4 FLOPs fill half of 32: 4 ms of underfill; a remote pair costs twice.
+    for profile, backward in ((base, 20 + 4.0), (own, 30.0)):
+        assert rates(profile).stage_ms(load, remote=True) == pytest.approx([8 + 4.0])
+        got = rates(profile).stage_ms(load, backward=True, remote=True)
+        assert got == pytest.approx([backward])
+
+
+def test_exchange_takes_the_rates_of_its_size():
+    profile = replace(PROFILE, exchange_sizes=((2, 1.0, 1.0), (4, 2.0, 4.0)))
+    for ranks, ms in ((2, 1 + 8), (4, 2 + 2)):
+        counts = np.zeros((1, ranks, ranks), int)
+        counts[0, 0, 1] = 8
+        assert exchange_ms(*traffic(counts, profile), 1.0, profile) == pytest.approx([ms])
+
+
+def test_peak_is_the_end_of_the_backward_or_a_remote_stage():
+    model = ModelShape((LAYER,), token_flops=0.0, activation_bytes=10.0)
+    costs = CostModel(model, PROFILE, 1)
+    # Per token: 10 kept; output 2, fp32 sum of dQ 4, three fp32 row sums. Then the gradients of K
+    # and V, 4, with their fp32 sums, 8: more than 2 of dQ and these 4 at the end.
+    alone = costs.peak_bytes(np.array([100]), [np.array([0])])
+    assert alone == pytest.approx(100 * (10 + 6 + 12 + 12))
+    # Rank 1 receives 1000 rows: 4 bytes each, then 4 of gradients, 8 of sums, 4 on the wire.
+    two = costs.peak_bytes(np.array([100, 100]), [np.array([0, 1000])])
+    assert two == pytest.approx([alone[0], 100 * (10 + 6 + 12) + 1000 * (4 + 16)])
+    wide = ModelShape((replace(LAYER, query_heads=16),), token_flops=0.0, activation_bytes=0.0)
+    # 16 heads of 2 bytes: dQ and the gradients of K and V at the end are most.
+    end = CostModel(wide, PROFILE, 1).peak_bytes(np.array([100]), [np.array([0])])
+    assert end == pytest.approx(100 * (32 * 3 + 16 * 12 + 32 + 4))

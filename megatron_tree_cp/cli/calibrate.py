@@ -1,0 +1,122 @@
+"""Measure what this device and its links cost, and write a cost profile for the planner."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from ..tree.errors import InputError
+from ..tree.row_files import write_atomically
+from .bench_ranks import identity, ranks
+
+QUICK_SCALE = 16
+"""Divides the lengths of all measured rows under --quick."""
+
+PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "scipy")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="FILE.json", help="the profile")
+    add("--samples", type=Path, metavar="FILE.json", help="write every measurement too")
+    add("--from-samples", type=Path, metavar="FILE.json", help="fit these, with the same options")
+    add("--name", metavar="TEXT", help="of the profile; default: the device's name")
+    add("--hidden-size", type=int, default=4096, metavar="N", help="of the token-local work")
+    add("--ffn-size", type=int, default=10_880, metavar="N", help="of its gated MLP")
+    add("--repeats", type=int, default=5, metavar="N", help="calls per sample; the median counts")
+    add("--quick", action="store_true", help="tiny work, to try the command: no useful profile")
+    add_device_arguments(parser)
+
+
+def add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is measured where."""
+    add = parser.add_argument
+    add("--cp", nargs="+", type=int, default=[1], metavar="N", help="context-parallel sizes")
+    add("--heads", default="32/4/128", metavar="Q/KV/D", help="query heads, KV heads, head dim")
+    add("--impl", default="auto", metavar="NAME", help="attention kernel")
+    add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    add("--device", choices=["cuda", "cpu"], default="cuda")
+    add("--commit", default="unknown", metavar="HASH", help="recorded")
+    add("--hardware", metavar="TEXT", help="recorded; default: the device's name")
+
+
+def head_counts(text: str) -> tuple[int, int, int]:
+    """Query heads, KV heads and head dim of ``Q/KV/D``."""
+    try:
+        query_heads, kv_heads, head_dim = (int(part) for part in text.split("/"))
+    except ValueError:
+        raise InputError(f"--heads {text}: write it as Q/KV/D, like 32/4/128") from None
+    return query_heads, kv_heads, head_dim
+
+
+def run(args: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from ..bench.calibration.component import Sample, collect
+    from ..bench.calibration.fit import fit_profile
+    from ..bench.calibration.links import link_components
+    from ..bench.calibration.measure import Workload, device_components
+    from ..bench.calibration.report import (
+        fit_table,
+        profile_document,
+        read_samples,
+        samples_text,
+    )
+    from ..bench.calibration.watch import DeviceWatch
+
+    for name in ("hidden_size", "ffn_size", "repeats"):
+        if getattr(args, name) < 1:
+            raise InputError(f"--{name.replace('_', '-')} must be at least 1")
+    if args.from_samples and max(args.cp) > 1:
+        raise InputError("--from-samples takes the CP sizes of its samples: leave --cp out")
+    scale = QUICK_SCALE if args.quick else 1
+    dtype = getattr(torch, args.dtype)
+    sizes = (args.hidden_size, args.ffn_size, scale)
+    work = Workload(*head_counts(args.heads), dtype, args.impl, *sizes)
+    with ranks(args) as here:
+        components = device_components(work, here.device)
+        samples: dict[str, list[Sample]] = {}
+        if args.from_samples:
+            samples = read_samples(args.from_samples)
+            for name in samples:
+                kind, _, cp_size = name.partition("_cp")
+                if kind == "exchange":
+                    components += link_components(work, here.device, int(cp_size), None)
+        elif here.rank == 0:
+            watch = DeviceWatch(here.device, None, args.repeats)
+            samples = collect(components, watch, here.say)
+        for cp, group in here.groups.items():
+            if here.world > 1:
+                dist.barrier()
+            if cp > 1 and here.rank < cp:
+                links = link_components(work, here.device, cp, group)
+                watch = DeviceWatch(here.device, group, args.repeats)
+                samples.update(collect(links, watch, here.say))
+                components += links
+        if here.world > 1:
+            dist.barrier()
+        if here.rank:
+            return
+        if args.samples:
+            write_atomically(args.samples, samples_text(samples).encode())
+        coefficients, fits = fit_profile(components, samples)
+        origin = identity(args, here.device, PACKAGES)
+        origin["device"] = origin.pop("hardware")
+        name = args.name or origin["device"] + ", quick" * args.quick
+        document = profile_document(name, coefficients, fits, {**origin, "command": _command(args)})
+    write_atomically(args.out, (document.to_json() + "\n").encode())
+    console = Console(width=150)
+    console.print(fit_table(fits))
+    kept = ", ".join(document.unmeasured)
+    console.print(f"{args.out}: profile {name!r}; not measured, defaults kept: {kept}")
+
+
+def _command(args: argparse.Namespace) -> str:
+    words = [f"torchrun --nproc-per-node {max(args.cp)} -m megatron_tree_cp.cli calibrate"]
+    words += [f"--cp {' '.join(map(str, args.cp))} --device {args.device} --heads {args.heads}"]
+    words += [f"--dtype {args.dtype} --impl {args.impl} --hidden-size {args.hidden_size}"]
+    words += [f"--ffn-size {args.ffn_size} --repeats {args.repeats}"]
+    return " ".join(words + ["--quick"] * args.quick)

@@ -1,0 +1,121 @@
+"""Hold the planner's predicted times and memory against measured plans of preset rows."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..tree.errors import InputError
+from .bench_ranks import identity, ranks
+from .calibrate import PACKAGES, add_device_arguments, head_counts
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--preset", nargs="+", required=True, metavar="NAME", help="workload presets")
+    add("--profile", metavar="FILE", help="cost profile; default: the one for this device")
+    add("--rows", type=int, default=2, metavar="N", help="rows of every preset, from 16")
+    add("--tokens", type=int, metavar="N", help="tokens a row, instead of the preset's")
+    add("--repeats", type=int, default=5, metavar="N", help="calls per plan; the median counts")
+    add("--window", type=int, metavar="N", help="sliding window in positions")
+    add("--evidence", type=Path, metavar="FILE.json", help="write the evidence file")
+    add_device_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from ..bench.attention import Shape
+    from ..bench.evidence import Evidence, write_evidence
+    from ..bench.prediction import PredictionBench, summarise
+    from ..bench.presets import MEASURED_ROWS, preset_tree
+    from ..plan.profile import load_profile
+    from ..plan.shipped_profiles import profile_for
+
+    if args.rows < 1 or args.repeats < 1:
+        raise InputError("--rows and --repeats must be at least 1")
+    heads = head_counts(args.heads)
+    shape = Shape(*heads, getattr(torch, args.dtype), args.impl, args.window)
+    evidence: list[Evidence] = []
+    with ranks(args) as here:
+        origin = identity(args, here.device, PACKAGES)
+        if args.profile:
+            profile = load_profile(args.profile)
+        else:
+            profile, note = profile_for(origin["hardware"])
+            here.say(note)
+        for preset in args.preset:
+            for cp, group in here.groups.items():
+                if here.rank < cp:
+                    bench = PredictionBench(shape, cp, group, here.device, profile, args.repeats)
+                    numbers = range(MEASURED_ROWS.start, MEASURED_ROWS.start + args.rows)
+                    rows = [
+                        bench.measure(preset_tree(preset, cp, row, args.tokens), row)
+                        for row in numbers
+                    ]
+                    here.say(f"{preset} CP{cp}: {sum(len(row.plans) for row in rows)} plans")
+                    evidence.append(
+                        Evidence(
+                            what="planner",
+                            preset=preset,
+                            cp=cp,
+                            variant=f"predicted against measured, profile {profile.name}",
+                            metrics=summarise(rows),
+                            command=_command(args),
+                            rows=[asdict(row) for row in rows],
+                            **origin,
+                        )
+                    )
+                if here.world > 1:
+                    dist.barrier()
+        if here.rank:
+            return
+    Console(width=150).print(_table(evidence))
+    if args.evidence:
+        write_evidence(args.evidence, evidence)
+
+
+def _command(args: argparse.Namespace) -> str:
+    words = [f"torchrun --nproc-per-node {max(args.cp)} -m megatron_tree_cp.cli predict"]
+    words += [f"--preset {' '.join(args.preset)} --cp {' '.join(map(str, args.cp))}"]
+    words += [f"--device {args.device} --heads {args.heads} --dtype {args.dtype}"]
+    words += [f"--impl {args.impl} --rows {args.rows} --repeats {args.repeats}"]
+    for name in ("profile", "tokens", "window"):
+        if getattr(args, name) is not None:
+            words.append(f"--{name} {getattr(args, name)}")
+    return " ".join(words)
+
+
+def _table(evidence) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title="predicted against measured, in %; order of plans whose times differ clearly",
+    )
+    heads = ("preset", "CP", "plans", "time error", "p95", "order right", "regret", "worst")
+    for head in (*heads, "gain over contiguous", "memory error", "p95"):
+        table.add_column(head, justify="right")
+    for record in evidence:
+
+        def shown(name: str, key: str = "median", metrics=record.metrics) -> str:
+            return f"{metrics[name][key]:.2f}" if name in metrics else ""
+
+        table.add_row(
+            record.preset,
+            str(record.cp),
+            str(sum(len(row["plans"]) for row in record.rows)),
+            shown("time_error_percent"),
+            shown("time_error_percent", "p95"),
+            shown("clear_order_right_percent"),
+            shown("regret_percent"),
+            shown("regret_percent", "worst"),
+            shown("gain_over_contiguous_percent"),
+            shown("memory_error_percent"),
+            shown("memory_error_percent", "p95"),
+        )
+    return table
