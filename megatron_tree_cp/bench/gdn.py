@@ -121,7 +121,7 @@ class GdnBench:
         inputs = draw_inputs(self.shape, tree.num_tokens, self.device, seed=0)
         mine = inputs.rows(context.row_indices)
         self._compile(context, mine)
-        got = results(layer(self.shape, *tree_operators(context, self.shape.impl)), mine)
+        got = results(layer(self.shape, *tree_operators(context, self.shape)), mine)
         self.say("check: the same row in fp32 blocks")
         want = expected(tree, self.shape, inputs)
         return self.hold(got, want, context.row_indices, "our layer")
@@ -192,18 +192,20 @@ class GdnBench:
 
     def _parts(self, context: TreeContext, inputs: LayerInputs) -> dict[str, tuple[Any, ...]]:
         """(forward, leaves, output's gradient) of the layer, and of its operators alone."""
-        conv, rule = tree_operators(context, self.shape.impl)
+        conv, rule = tree_operators(context, self.shape)
         _, alpha, strength, *_ = inputs.leaves
-        # As in the layer, q, k and v are views of wide rows. x stands in for their values and for
-        # the gradient that reaches the convolution: memory, not numbers, is what counts here.
-        views = heads_of(self.shape, inputs.x.detach())
+        # As in the layer, q, k and v are apart. x stands in for their values and for the gradients
+        # that reach the convolution: memory, not numbers, is what counts here.
+        channels = inputs.x.detach().split(self.shape.parts, dim=1)
+        channels = tuple(part.contiguous() for part in channels)
+        views = heads_of(self.shape, channels)
         rule_leaves = [view.detach().requires_grad_() for view in views]
         rule_leaves += [(-0.05 * alpha.detach().float().abs()).requires_grad_()]
         rule_leaves += [strength.detach().sigmoid().requires_grad_()]
         conv_leaves = [inputs.x.detach().requires_grad_(), inputs.weight.detach().requires_grad_()]
         return {
             "layer": (layer(self.shape, conv, rule), inputs.leaves, inputs.dout),
-            "conv": (conv, conv_leaves, inputs.x),
+            "conv": (conv, conv_leaves, channels),
             "rule": (rule, rule_leaves, inputs.dout),
         }
 

@@ -48,6 +48,12 @@ class GdnShape:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
+    def parts(self) -> tuple[int, int, int]:
+        """Channels of q, k and v."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.value_heads * self.value_dim
+
+    @property
     def name(self) -> str:
         """``16/32/128/128``."""
         return f"{self.key_heads}/{self.value_heads}/{self.key_dim}/{self.value_dim}"
@@ -146,7 +152,7 @@ def layer(
     """The layer's forward, a function of `LayerInputs.leaves`.
 
     Args:
-        conv: (x [T, C], weight) -> [T, C], activation included.
+        conv: (x [T, C], weight) -> [T, C], or q, k and v apart; activation included.
         rule: (q, k [T, Hk, Dk], v [T, Hv, Dv], g, beta [T, Hv]) -> [T, Hv, Dv], q and k normed.
     """
 
@@ -158,17 +164,17 @@ def layer(
         log_decay: torch.Tensor,
         dt_bias: torch.Tensor,
     ) -> torch.Tensor:
-        q, k, v = heads_of(shape, conv(x, weight))
+        made = conv(x, weight)
+        q, k, v = heads_of(shape, made if isinstance(made, tuple) else made.split(shape.parts, 1))
         g = -log_decay.exp() * F.softplus(alpha.float() + dt_bias)
         return rule(q, k, v, g, strength.sigmoid())
 
     return forward
 
 
-def heads_of(shape: GdnShape, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Views q, k [T, Hk, Dk] and v [T, Hv, Dv] of the channels [T, C]."""
-    keys, values = shape.key_heads * shape.key_dim, shape.value_heads * shape.value_dim
-    q, k, v = torch.split(qkv, [keys, keys, values], dim=1)
+def heads_of(shape: GdnShape, parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Views q, k [T, Hk, Dk] and v [T, Hv, Dv] of the channels of q, k and v."""
+    q, k, v = parts
     return (
         q.unflatten(1, (shape.key_heads, shape.key_dim)),
         k.unflatten(1, (shape.key_heads, shape.key_dim)),
@@ -177,15 +183,15 @@ def heads_of(shape: GdnShape, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def tree_operators(
-    context: TreeContext, impl: str
-) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
-    """Our `conv` and `rule` on a row."""
+    context: TreeContext, shape: GdnShape
+) -> tuple[Callable[..., Any], Callable[..., torch.Tensor]]:
+    """Our `conv`, which gives q, k and v apart, and `rule` on a row."""
 
-    def conv(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return ops.tree_causal_conv1d(x, weight, None, context, impl=impl)
+    def conv(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return ops.tree_causal_conv1d(x, weight, None, context, impl=shape.impl, split=shape.parts)
 
     def rule(*inputs: torch.Tensor) -> torch.Tensor:
-        return ops.tree_gated_delta_rule(*inputs, context, impl=impl)
+        return ops.tree_gated_delta_rule(*inputs, context, impl=shape.impl)
 
     return conv, rule
 
@@ -202,7 +208,9 @@ def expected(tree: PackedTree, shape: GdnShape, inputs: LayerInputs) -> dict[str
     """Results of a whole row on one rank, by the blockwise torch form in fp32."""
     device = inputs.x.device
     context = TreeContext(plan_row(tree, 1, shape.model()), None, device)
-    return results(layer(shape, *tree_operators(context, "tiled")), inputs.float())
+    return results(
+        layer(shape, *tree_operators(context, replace(shape, impl="tiled"))), inputs.float()
+    )
 
 
 def relative_errors(

@@ -9,6 +9,7 @@ import torch
 
 from ..comm.context import TreeContext
 from ..comm.upload import upload
+from ..ops.gdn.ahead import upload_recurrent_row
 from .routing_statistics import RoutingStatistics, routing_statistics
 from .rows import PlannedRow
 
@@ -88,6 +89,8 @@ def build_batch(
     tokens with; None for a model without experts.
     """
     context = TreeContext(planned.plan, cp_group, device, tp_group=tp_group)
+    if planned.recurrence is not None:
+        upload_recurrent_row(context, planned.recurrence)
     indices = planned.plan.layouts["main"].row_indices(context.rank)
     real = indices >= 0
     source = np.where(real, indices, 0)

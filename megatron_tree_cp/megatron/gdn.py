@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from ..comm.context import TreeContext
+from ..plan.model import LayerClass
 from .norms import local_norm
 from .params import TreePackedSeqParams
 
@@ -108,9 +109,10 @@ class TreeGatedDeltaNet(GatedDeltaNet):
         from .. import ops  # kernels load when the first layer runs
 
         weight = self.conv1d.weight.squeeze(1)
-        qkv = ops.tree_causal_conv1d(qkv, weight, self.conv1d.bias, context, impl=self.impl)
-        sizes = [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
-        q, k, v = torch.split(qkv, sizes, dim=-1)
+        sizes = (self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp)
+        q, k, v = ops.tree_causal_conv1d(
+            qkv, weight, self.conv1d.bias, context, impl=self.impl, split=sizes
+        )
         g, beta = self._compute_g_and_beta(self.A_log, self.dt_bias, alpha, beta)
         return self.gated_delta_rule(
             q.unflatten(1, (-1, self.key_head_dim)),
@@ -217,14 +219,26 @@ def gdn_layers(config: TransformerConfig) -> list[bool]:
     return [bool(entry) for entry in get_linear_attention_pattern(config)]
 
 
-def gdn_token_flops(config: TransformerConfig) -> float:
-    """Forward FLOPs of one token through a Gated DeltaNet layer: projections and recurrence."""
+def gdn_projection_flops(config: TransformerConfig) -> float:
+    """Forward FLOPs of one token through the projections of a Gated DeltaNet layer.
+
+    What lies between them, convolution and recurrence, is priced by the planner (`plan.cost_gdn`).
+    """
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     width = 2 * keys + 2 * values + 2 * config.linear_num_value_heads
-    projections = 2 * config.hidden_size * (width + values)
-    key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
-    # Blocks of 64 tokens: the system, w, u and scores; then state read, corrected and written.
-    blocks = 2 * 64 * (3 * key_dim + 2 * value_dim)
-    state = 2 * 3 * key_dim * value_dim
-    return float(projections + config.linear_num_value_heads * (blocks + state))
+    return float(2 * config.hidden_size * (width + values))
+
+
+def gdn_layer_class(config: TransformerConfig, layers: int) -> LayerClass:
+    """Shape of Gated DeltaNet layers for the planner; heads before tensor parallelism."""
+    return LayerClass(
+        "gdn",
+        kind="gdn",
+        layers=layers,
+        query_heads=config.linear_num_key_heads,
+        kv_heads=config.linear_num_value_heads,
+        head_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+        conv_width=config.linear_conv_kernel_dim,
+    )

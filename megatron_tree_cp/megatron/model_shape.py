@@ -8,14 +8,15 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols, parse_h
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ..plan.model import LayerClass, ModelShape
-from .gdn import gdn_layers, gdn_token_flops
+from .gdn import gdn_layer_class, gdn_layers, gdn_projection_flops
 from .windows import tree_window
 
 
 def model_shape_from_config(
     config: TransformerConfig, hybrid_layer_pattern: str | None = None
 ) -> ModelShape:
-    """Shape of one pipeline stage: a class for each distinct window, FLOPs of the rest.
+    """Shape of one pipeline stage: a class for each distinct window, one of Gated DeltaNet layers,
+    FLOPs of the rest.
 
     Every stage gets the same shape (the mean one), since all stages must make the same plan of a
     row. Head counts are those before tensor parallelism. Raises ValueError for a model without
@@ -43,6 +44,8 @@ def model_shape_from_config(
         )
         for window, count in sorted(windows.items(), key=lambda item: item[0] or 0)
     )
+    if recurrent := sum(Symbols.GDN in kinds for kinds in symbols):
+        classes += (gdn_layer_class(config, -(-recurrent // stages)),)
     flops = sum(_token_flops(config, kind) for kinds in symbols for kind in kinds)
     return ModelShape(
         classes=classes,
@@ -88,7 +91,7 @@ def _token_flops(config: TransformerConfig, symbol: str) -> float:
             heads += config.num_attention_heads
         return per_weight * heads * config.kv_channels
     if symbol == Symbols.GDN:
-        return gdn_token_flops(config)
+        return gdn_projection_flops(config)
     if symbol == Symbols.MLP:
         return per_weight * matrices * config.ffn_hidden_size
     if symbol == Symbols.MOE:

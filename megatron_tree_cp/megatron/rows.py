@@ -15,6 +15,7 @@ import numpy as np
 from ..plan.model import ModelShape
 from ..plan.planner import plan_row
 from ..plan.profile import CostProfile
+from ..plan.recurrence_tables import RecurrentRow, recurrent_row
 from ..plan.row_plan import RowPlan
 from ..tree.errors import InputError
 from ..tree.fingerprint import packing_fingerprint
@@ -56,6 +57,8 @@ class PlanRecipe:
     model: ModelShape
     waves: int | None = None
     profile: CostProfile | None = None
+    cp_rank: int = 0
+    """The rank whose recurrent layers the rows are for; plans are the same for all ranks."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class PlannedRow:
     summary: str
     rows_per_epoch: int
     prepare_ms: float
+    recurrence: RecurrentRow | None = None
+    """What this rank's recurrent layers need; None without such layers, or to make it later."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +191,7 @@ class PlannedRows:
                 waves=self.plan.waves,
                 granule=self.plan.granule,
             )
+            recurrence = recurrent_row(plan, self.plan.cp_rank)
         except InputError as error:
             return RowFailure(sample, str(error), bad_input=True)
         except (ValueError, OSError) as error:
@@ -199,4 +205,5 @@ class PlannedRows:
             summary=packed.summary,
             rows_per_epoch=len(packed),
             prepare_ms=(time.perf_counter() - started) * 1e3,
+            recurrence=recurrence,
         )

@@ -158,6 +158,8 @@ class RowStream:
         if isinstance(planned, RowFailure):
             return planned, self._agreement.begin("", error=planned.message)
         digest = f"{planned.plan.digest[:32]}:{planned.fingerprint[:32]}:{planned.sample}"
+        if planned.recurrence is not None:
+            digest += f":{planned.recurrence.digest[:32]}"
         return planned, self._agreement.begin(digest)
 
 

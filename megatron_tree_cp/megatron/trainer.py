@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -105,7 +106,10 @@ class TreeTrainer:
                 stage_group(dp_rank, mpu.get_pipeline_model_parallel_rank())
             )
         loader = planned_row_loader(
-            PlannedRows(row_recipe(args, paths, shuffle), self.plan),
+            PlannedRows(
+                row_recipe(args, paths, shuffle),
+                replace(self.plan, cp_rank=mpu.get_context_parallel_rank()),
+            ),
             SampleOrder(consumed, dp_rank, mpu.get_data_parallel_world_size()),
             args.tree_planner_workers,
             args.tree_lookahead,

@@ -28,7 +28,7 @@ def sequences(offsets, device):
     """`conv` and `rule` on sequences end to end: roots without branches."""
     lengths = np.diff(offsets)
     tree = PackedTree(lengths, [-1] * len(lengths))
-    return tree_operators(TreeContext(plan_row(tree, 1), None, device), "tiled")
+    return tree_operators(TreeContext(plan_row(tree, 1), None, device), SHAPE)
 
 
 def test_writes_evidence(tmp_path, capsys):
@@ -71,14 +71,14 @@ def test_measures_on_two_ranks():
         assert first[name] == second[name] > 0, name  # the slowest rank's, on both
 
 
-def _leaky(context, impl):
+def _leaky(context, shape):
     """Branches forgotten: every token follows the token before it."""
     chain = PackedTree([context.plan.tree.num_tokens], [-1])
-    return tree_operators(TreeContext(plan_row(chain, 1), None, context.device), impl)
+    return tree_operators(TreeContext(plan_row(chain, 1), None, context.device), shape)
 
 
-def _loud(context, impl):
-    conv, rule = tree_operators(context, impl)
+def _loud(context, shape):
+    conv, rule = tree_operators(context, shape)
     return conv, lambda *inputs: 1.001 * rule(*inputs)
 
 

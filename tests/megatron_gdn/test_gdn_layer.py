@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_tree_cp.ops.gdn import reference
 from tests.distributed import run_ranks
 from tests.megatron import models
 from tests.megatron.test_model import trajectories
+from tests.topology.stock_gdn import stock_gdn, token_recurrence
 
 PATTERN = "G*-G"
 EXTRA = {
@@ -28,7 +28,6 @@ EXTRA = {
 def build(stock: bool):
     """The HybridModel with our layers, or with Megatron's own attention and Gated DeltaNet."""
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.training.models.hybrid import HybridModelConfig
 
@@ -41,8 +40,8 @@ def build(stock: bool):
     if stock:
         attention = spec.submodules.attention_layer.submodules.self_attention
         attention.submodules.core_attention = DotProductAttention
-        layer = spec.submodules.gdn_layer.submodules.self_attention
-        layer.module, layer.params = GatedDeltaNet, {}
+        layer = spec.submodules.gdn_layer
+        layer.submodules.self_attention = stock_gdn(layer)
     config = HybridModelConfig(
         transformer=models.transformer_config(EXTRA),
         hybrid_layer_pattern=PATTERN,
@@ -57,25 +56,10 @@ def build(stock: bool):
     return model if stock else install_tree_rope([model])[0]
 
 
-def token_by_token(q, k, v, g, beta, **_):
-    """The reference in the signature of Megatron's kernel, one sequence, q and k normalised."""
-    chain = list(range(-1, q.shape[1] - 1))
-    inputs = (x[0] for x in (q, k, v, g, beta))
-    out, _ = reference.gated_delta_rule(*inputs, chain, q.shape[3] ** -0.5, use_qk_l2norm=False)
-    return out[None], None
-
-
 def alone():
     """Loss, gradients and weights of the trajectories one by one through stock layers."""
-    from megatron.core.ssm.gated_delta_net import common, gdn
-
     models.start()
-    # The stock layer refuses to be built without FLA and takes its l2norm from there. Its chunked
-    # torch kernel loses three digits of the gates' gradients to fp32 sums: the token recurrence.
-    before = common.HAVE_FLA, common.l2norm, gdn.torch_chunk_gated_delta_rule
-    common.HAVE_FLA, common.l2norm = True, reference.l2norm
-    gdn.torch_chunk_gated_delta_rule = token_by_token
-    try:
+    with token_recurrence():
         model = build(stock=True)
         loss = torch.zeros(())
         for trajectory in trajectories():
@@ -87,8 +71,6 @@ def alone():
             weight = torch.as_tensor(trajectory.loss_mask, dtype=torch.float32)[1:]
             loss = loss + (nll[0] * weight).sum()
         loss.backward()
-    finally:
-        common.HAVE_FLA, common.l2norm, gdn.torch_chunk_gated_delta_rule = before
     parameters = dict(model.named_parameters())
     keys = sorted(model.sharded_state_dict())
     weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -209,12 +191,19 @@ def test_layer_says_what_does_not_fit(change, message):
         TreeGatedDeltaNet(config(**given), SimpleNamespace())
 
 
-def test_flops_of_a_layer():
-    from megatron_tree_cp.megatron.gdn import gdn_token_flops
+def test_what_the_planner_knows_of_a_layer():
+    from megatron_tree_cp.megatron.model_shape import model_shape_from_config
 
+    shape = model_shape_from_config(config(), "G*-G")
+    attention, recurrent = shape.classes
+    assert attention.kind == "attention" and shape.recurrent_classes == (recurrent,)
+    heads = (recurrent.query_heads, recurrent.kv_heads, recurrent.head_dim, recurrent.value_dim)
+    assert heads == (2, 4, 8, 8) and (recurrent.layers, recurrent.conv_width) == (2, 4)
+    # Projections of two recurrent layers, attention (4 query heads over 2 of width 8), the MLP.
     projections = 2 * 32 * (2 * 16 + 2 * 32 + 2 * 4 + 32)
-    recurrence = 4 * (2 * 64 * 5 * 8 + 6 * 8 * 8)
-    assert gdn_token_flops(config()) == projections + recurrence
+    mlp = 2 * 32 * 3 * config().ffn_hidden_size
+    heads = 2 * 32 * (2 * 4 + 2 * 2) * 8
+    assert shape.token_flops == 2 * projections + heads + mlp
 
 
 def test_linear_layers_of_a_gpt_model():

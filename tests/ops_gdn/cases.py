@@ -39,6 +39,8 @@ class Case:
     width: int = 4
     bias: bool = True
     activation: str | None = "silu"
+    split: tuple[int, ...] | None = None
+    """Parts of the convolution's channels."""
     norm: bool = True
     initial: bool = True
     final: bool = True
@@ -75,6 +77,7 @@ def cases(draw, cp_size: int, max_length: int = 9):
         width=draw(st.sampled_from([1, 2, 4, 8])),
         bias=draw(st.booleans()),
         activation=draw(st.sampled_from(["silu", None])),
+        split=draw(st.sampled_from([None, (2, 3), (1, 3, 1)])),
         norm=draw(st.booleans()),
         initial=draw(st.booleans()),
         final=draw(st.booleans()),
@@ -177,16 +180,19 @@ def run_rank(case: Case, row: Row, ctx: TreeContext) -> dict[str, torch.Tensor]:
         for name, x in row.inputs.items()
         if x is not None
     }
-    found = {
-        "y": ops.tree_causal_conv1d(
-            leaves["x"],
-            leaves["weight"],
-            leaves.get("bias"),
-            ctx,
-            activation=case.activation,
-            impl=case.impl,
-        )
-    }
+    y = ops.tree_causal_conv1d(
+        leaves["x"],
+        leaves["weight"],
+        leaves.get("bias"),
+        ctx,
+        activation=case.activation,
+        impl=case.impl,
+        split=case.split,
+    )
+    if case.split is not None:
+        assert all(part.is_contiguous() for part in y)
+        y = torch.cat(y, dim=1)
+    found = {"y": y}
     result = ops.tree_gated_delta_rule(
         *(leaves[name] for name in ("q", "k", "v", "g", "beta")),
         ctx,

@@ -1,7 +1,8 @@
 """What we expect of the FLA functions that `fla_kernels` calls, block by block in plain torch.
 
 With it the module and our Triton passes run on CPU. Tensors are [1, n, heads, dim] as in FLA, gates
-are base-2 logs where FLA's are, gradients are of the natural logs.
+are base-2 logs where FLA's are, gradients are of the natural logs. What FLA leaves unwritten, rows
+that no run has, is NaN.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron_tree_cp.ops.gdn.reference import NORM_EPS
-
 
 def _blocks(cu_seqlens, chunk_indices, chunk_size=64):
     for run, number in chunk_indices.tolist():
         first = int(cu_seqlens[run]) + number * chunk_size
         yield slice(first, min(first + chunk_size, int(cu_seqlens[run + 1])))
+
+
+def _unwritten(x):
+    return torch.full_like(x, float("nan"))
 
 
 def _heads(x, heads):
@@ -26,7 +29,7 @@ def _heads(x, heads):
 
 
 def cumsum(g, chunk_size, scale=None, reverse=False, **where):
-    out = torch.empty_like(g)
+    out = _unwritten(g)
     for rows in _blocks(chunk_size=chunk_size, **where):
         part = g[0, rows]
         part = part.flip(0).cumsum(0).flip(0) if reverse else part.cumsum(0)
@@ -53,7 +56,7 @@ def solve(k, v, g, beta, chunk_size, **where):
 
 def recompute_w_u(k, v, beta, A, g, **where):
     heads = v.shape[2]
-    w, u = v.new_empty(*v.shape[:3], k.shape[3]), torch.empty_like(v)
+    w, u = _unwritten(k).repeat_interleave(heads // k.shape[2], dim=2), _unwritten(v)
     for rows in _blocks(chunk_size=A.shape[3], **where):
         b = beta[0, rows].T[:, :, None]
         inverse = A[0, rows].transpose(0, 1)[:, :, : b.shape[1]]
@@ -70,7 +73,7 @@ def _read(q, k, total, state, writes, scale):
 
 
 def output(q, k, v, h, g, scale, chunk_size, **where):
-    out, heads = torch.empty_like(v), v.shape[2]
+    out, heads = _unwritten(v), v.shape[2]
     for block, rows in enumerate(_blocks(chunk_size=chunk_size, **where)):
         parts = (_heads(q[:, rows], heads), _heads(k[:, rows], heads), g[0, rows].T * math.log(2))
         read = _read(*parts, h[0, block], v[0, rows].transpose(0, 1), scale)
@@ -79,7 +82,7 @@ def output(q, k, v, h, g, scale, chunk_size, **where):
 
 
 def local_gradient(q, k, g, do, scale, chunk_size, **where):
-    dv, heads = torch.empty_like(do), do.shape[2]
+    dv, heads = _unwritten(do), do.shape[2]
     for rows in _blocks(chunk_size=chunk_size, **where):
         total = g[0, rows].T * math.log(2)
         between = (total[:, :, None] - total[:, None, :]).tril().exp().tril()
@@ -90,7 +93,7 @@ def local_gradient(q, k, g, do, scale, chunk_size, **where):
 
 def token_gradients(q, k, v, w, g, h, dv, do, dh, scale, chunk_size, **where):
     heads = v.shape[2]
-    dq, dk, dw, dg = (torch.zeros_like(x) for x in (q, k, w, g))
+    dq, dk, dw, dg = (_unwritten(x) for x in (q, k, w, g))
     for block, rows in enumerate(_blocks(chunk_size=chunk_size, **where)):
         state, writes = h[0, block], v[0, rows].transpose(0, 1)
         with torch.enable_grad():
@@ -107,7 +110,7 @@ def token_gradients(q, k, v, w, g, h, dv, do, dh, scale, chunk_size, **where):
 
 
 def solve_gradient(k, v, beta, g, A, dw, du, **where):
-    found = [torch.zeros_like(x) for x in (k, v, beta, g)]
+    found = [_unwritten(x) for x in (k, v, beta, g)]
     for rows in _blocks(chunk_size=A.shape[3], **where):
         with torch.enable_grad():
             leaves = [x[:, rows].detach().requires_grad_() for x in (k, v, beta, g)]
@@ -123,18 +126,7 @@ def solve_gradient(k, v, beta, g, A, dw, du, **where):
     return dk, dv, dbeta, dg / math.log(2)
 
 
-def l2norm_fwd(x):
-    rstd = torch.rsqrt(x.square().sum(-1) + NORM_EPS)
-    return x * rstd[..., None], rstd
-
-
-def l2norm_bwd(y, rstd, dy):
-    return (dy - (dy * y).sum(-1, keepdim=True) * y) * rstd[..., None]
-
-
 FLA = SimpleNamespace(
-    l2norm_fwd=l2norm_fwd,
-    l2norm_bwd=l2norm_bwd,
     cumsum=cumsum,
     to_base_2=1 / math.log(2),
     solve=solve,

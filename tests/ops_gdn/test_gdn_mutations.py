@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from megatron_tree_cp.comm import TreeContext
 from megatron_tree_cp.ops.gdn import conv_tables, distributed, tables, tiled
+from megatron_tree_cp.plan import recurrence_tables
 from tests.distributed import run_ranks
 from tests.ops.test_attention_mutations import Patches
 from tests.ops_gdn.cases import Case, build_plan, errors, make_row, run_rank
@@ -17,8 +18,8 @@ ROW = Case((9, 5, 7, 6), (-1, 0, 0, -1), pieces=20, seed=3)
 def halo_dropped(patches):
     stock = conv_tables.build_conv_tables
 
-    def build(plan, ctx):
-        built = stock(plan, ctx)
+    def build(arrays, ctx):
+        built = stock(arrays, ctx)
         return replace(built, taps=built.taps.masked_fill(built.taps >= built.num_tokens, -1))
 
     patches.set(conv_tables, "build_conv_tables", build)
@@ -40,26 +41,28 @@ def decay_skipped_across_border(patches):
 
 
 def sibling_state_as_parent(patches):
-    stock = tables._state_slots
+    stock = recurrence_tables._state_slots
 
-    def slots(part, initial, final, device):
-        built = stock(part, initial, final, device)
-        read = built.read.clone()
+    def slots(part, initial, final):
+        built = stock(part, initial, final)
+        read = built.read.copy()
         # Every run below another run continues the run stored before it.
         for run, parent in enumerate(part.parent.tolist()):
             if parent >= 0 and built.write[run - 1] >= 0:
                 read[run] = built.write[run - 1]
         return replace(built, read=read)
 
-    patches.set(tables, "_state_slots", slots)
+    patches.set(recurrence_tables, "_state_slots", slots)
 
 
 def first_child_gradient_only(patches):
     stock = tables._gradient_slots
 
-    def slots(part, final, device):
-        built = stock(part, final, device)
-        return replace(built, lists=tuple(entries[:1] for entries in built.lists))
+    def slots(*args):
+        built = stock(*args)
+        lists = tuple(entries[:1] for entries in built.lists)
+        built.__dict__["lists"] = lists
+        return built
 
     patches.set(tables, "_gradient_slots", slots)
 

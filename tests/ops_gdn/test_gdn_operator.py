@@ -96,6 +96,7 @@ def test_delta_rule_says_what_does_not_fit(change, message):
         ({"x": torch.ones(5, 3)}, r"x must be \[19, C\]"),
         ({"weight": torch.ones(3, 1, 4)}, r"needs squeeze\(1\)"),
         ({"bias": torch.ones(4)}, r"bias must be \[3\]"),
+        ({"split": (1, 1)}, "split must be positive sizes that sum to 3"),
         ({"activation": "gelu"}, "activation must be 'silu' or None"),
     ],
 )

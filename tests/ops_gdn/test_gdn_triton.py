@@ -14,7 +14,16 @@ from tests.ops_gdn.cases import Case, check_case, make_row
 
 CASES = [
     Case((70, 9, 1, 7, 5), (-1, 0, 1, 0, -1), pieces=5, seed=3, key_dim=16, value_dim=16),
-    Case((9, 5, 1, 7, 3, 6, 2), (-1, 0, 1, 0, 3, -1, 5), pieces=20, seed=5, width=8, bias=False),
+    Case(
+        (9, 5, 1, 7, 3, 6, 2),
+        (-1, 0, 1, 0, 3, -1, 5),
+        granule=4,
+        pieces=20,
+        seed=5,
+        width=8,
+        split=(2, 3),
+        bias=False,
+    ),
     Case((1, 3), (-1, -1), granule=4, owners=1, pieces=2, seed=1, initial=False, final=False),
     Case((12, 6), (-1, 0), pieces=5, key_heads=2, value_heads=4, width=1, activation=None, seed=2),
 ]

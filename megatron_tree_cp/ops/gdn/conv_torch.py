@@ -19,14 +19,21 @@ def forward(
     bias: torch.Tensor | None,
     tables: ConvTables,
     silu: bool,
-) -> torch.Tensor:
-    """[n, C] from the real rows x [n, C] and the received rows halo [h, C]."""
+    rows: int,
+    sizes: tuple[int, ...],
+) -> tuple[torch.Tensor, ...]:
+    """[n, size] for each size: the channels, in parts that are contiguous.
+
+    From the real rows x [n, C] and the received rows halo [h, C]. A kernel that can leaves padding
+    at 0 and returns [rows, size] instead.
+    """
     pre = _pre_activation(x, halo, weight, bias, tables)
-    return (pre * torch.sigmoid(pre) if silu else pre).to(x.dtype)
+    out = (pre * torch.sigmoid(pre) if silu else pre).to(x.dtype)
+    return tuple(part.contiguous() for part in out.split(sizes, dim=1))
 
 
 def backward_local(
-    dout: torch.Tensor,
+    douts: tuple[torch.Tensor, ...],
     x: torch.Tensor,
     halo: torch.Tensor,
     weight: torch.Tensor,
@@ -34,9 +41,12 @@ def backward_local(
     tables: ConvTables,
     silu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dpre [n, C], dhalo [h, C], dweight [C, K], dbias [C]): all but the gradient of x."""
+    """(dpre [n, C], dhalo [h, C], dweight [C, K], dbias [C]): all but the gradient of x.
+
+    From the gradients [n, size] of the parts.
+    """
     pre = _pre_activation(x, halo, weight, bias, tables)
-    dpre = dout.to(pre.dtype)
+    dpre = torch.cat(douts, dim=1).to(pre.dtype)
     if silu:
         gate = torch.sigmoid(pre)
         dpre = dpre * gate * (1 + pre * (1 - gate))
@@ -47,8 +57,10 @@ def backward_local(
     return dpre, dhalo, dweight, dpre.sum(0)
 
 
-def backward_input(dpre: torch.Tensor, weight: torch.Tensor, tables: ConvTables) -> torch.Tensor:
-    """dx [n, C] of the real rows."""
+def backward_input(
+    dpre: torch.Tensor, weight: torch.Tensor, tables: ConvTables, rows: int
+) -> torch.Tensor:
+    """dx [n, C] of the real rows; a kernel that can leaves padding at 0 and returns [rows, C]."""
     return _spread(dpre, weight, tables)[: len(dpre)]
 
 

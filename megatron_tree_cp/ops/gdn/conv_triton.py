@@ -14,8 +14,9 @@ import triton.language as tl
 from megatron_tree_cp.ops.gdn.conv_tables import ConvTables
 
 _BLOCK_T, _BLOCK_C = 16, 128
-# Each program of the weight gradient walks several token blocks; their sums meet in torch.
-_WEIGHT_PROGRAMS = 64
+# Each program of the weight gradient walks several token blocks; their sums meet in torch. A block
+# is small, since it keeps a sum of every element and tap in registers.
+_WEIGHT_PROGRAMS, _WEIGHT_BLOCK_T = 64, 8
 
 
 def forward(
@@ -25,33 +26,41 @@ def forward(
     bias: torch.Tensor | None,
     tables: ConvTables,
     silu: bool,
-) -> torch.Tensor:
-    """[n, C] from the real rows x [n, C] and the received rows halo [h, C]."""
+    rows: int,
+    sizes: tuple[int, ...],
+) -> tuple[torch.Tensor, ...]:
+    """[rows, size] for each size: the channels, in parts that are contiguous; padding is 0.
+
+    From the real rows x [n, C] and the received rows halo [h, C].
+    """
     x = _rows(x)
     tokens, channels = x.shape
-    out = x.new_empty(tokens, channels)
-    if tokens:
-        grid = (triton.cdiv(tokens, _BLOCK_T), triton.cdiv(channels, _BLOCK_C))
-        _forward_kernel[grid](
-            x,
-            halo,
-            weight.contiguous(),
-            bias,
-            tables.taps,
-            out,
-            tokens,
-            x.stride(0),
-            C=channels,
-            WIDTH=weight.shape[1],
-            BT=_BLOCK_T,
-            BC=_BLOCK_C,
-            SILU=silu,
-        )
-    return out
+    outs = tuple(x.new_empty(rows, size) for size in sizes)
+    for out, (first, size) in zip(outs, _parts(sizes), strict=True):
+        out[tokens:].zero_()
+        if tokens:
+            _forward_kernel[(triton.cdiv(tokens, _BLOCK_T), triton.cdiv(size, _BLOCK_C))](
+                x,
+                halo,
+                weight.contiguous(),
+                bias,
+                tables.taps,
+                out,
+                tokens,
+                x.stride(0),
+                C=channels,
+                FIRST=first,
+                PART=size,
+                WIDTH=weight.shape[1],
+                BT=_BLOCK_T,
+                BC=_BLOCK_C,
+                SILU=silu,
+            )
+    return outs
 
 
 def backward_local(
-    dout: torch.Tensor,
+    douts: tuple[torch.Tensor, ...],
     x: torch.Tensor,
     halo: torch.Tensor,
     weight: torch.Tensor,
@@ -59,44 +68,54 @@ def backward_local(
     tables: ConvTables,
     silu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dpre [n, C], dhalo [h, C], dweight [C, K], dbias [C]): all but the gradient of x."""
-    x, dout = _rows(x), _rows(dout)
+    """(dpre [n, C], dhalo [h, C], dweight [C, K], dbias [C]): all but the gradient of x.
+
+    From the gradients [n, size] of the parts.
+    """
+    x = _rows(x)
     tokens, channels = x.shape
     width, weight = weight.shape[1], weight.contiguous()
     dpre = x.new_empty(tokens, channels)
-    programs = min(triton.cdiv(tokens, _BLOCK_T), _WEIGHT_PROGRAMS)
-    partial = x.new_zeros(programs, 8, channels, dtype=torch.float32)
-    partial_bias = x.new_zeros(programs, channels, dtype=torch.float32)
-    if tokens:
-        _local_kernel[(programs, triton.cdiv(channels, _BLOCK_C))](
-            dout,
-            x,
-            halo,
-            weight,
-            bias,
-            tables.taps,
-            dpre,
-            partial,
-            partial_bias,
-            tokens,
-            x.stride(0),
-            dout.stride(0),
-            C=channels,
-            WIDTH=width,
-            BT=_BLOCK_T,
-            BC=_BLOCK_C,
-            SILU=silu,
-        )
+    programs = min(triton.cdiv(tokens, _WEIGHT_BLOCK_T), _WEIGHT_PROGRAMS)
+    partial = x.new_empty(programs, width, channels, dtype=torch.float32)
+    partial_bias = x.new_empty(programs, channels, dtype=torch.float32)
+    for dout, (first, size) in zip(douts, _parts(tuple(d.shape[1] for d in douts)), strict=True):
+        dout = _rows(dout)
+        if tokens:
+            _local_kernel[(programs, triton.cdiv(size, _BLOCK_C))](
+                dout,
+                x,
+                halo,
+                weight,
+                bias,
+                tables.taps,
+                dpre,
+                partial,
+                partial_bias,
+                tokens,
+                x.stride(0),
+                dout.stride(0),
+                C=channels,
+                FIRST=first,
+                PART=size,
+                WIDTH=width,
+                BT=_WEIGHT_BLOCK_T,
+                BC=_BLOCK_C,
+                SILU=silu,
+            )
     dhalo = torch.zeros_like(halo)
     _add_late(dpre, weight, dhalo, tables, tables.num_local_late, len(tables.late_rows), tokens)
-    return dpre, dhalo, partial.sum(0)[:width].T, partial_bias.sum(0)
+    return dpre, dhalo, partial.sum(0).T, partial_bias.sum(0)
 
 
-def backward_input(dpre: torch.Tensor, weight: torch.Tensor, tables: ConvTables) -> torch.Tensor:
-    """dx [n, C] of the real rows."""
+def backward_input(
+    dpre: torch.Tensor, weight: torch.Tensor, tables: ConvTables, rows: int
+) -> torch.Tensor:
+    """dx [rows, C]; padding is 0."""
     tokens, channels = dpre.shape
     weight = weight.contiguous()
-    dx = torch.empty_like(dpre)
+    dx = dpre.new_empty(rows, channels)
+    dx[tokens:].zero_()
     if tokens:
         grid = (triton.cdiv(tokens, _BLOCK_T), triton.cdiv(channels, _BLOCK_C))
         _input_kernel[grid](
@@ -112,6 +131,11 @@ def backward_input(dpre: torch.Tensor, weight: torch.Tensor, tables: ConvTables)
         )
     _add_late(dpre, weight, dx, tables, 0, tables.num_local_late, 0)
     return dx
+
+
+def _parts(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    """First channel and size of each part."""
+    return [(sum(sizes[:at]), size) for at, size in enumerate(sizes)]
 
 
 def _add_late(
@@ -207,21 +231,24 @@ def _forward_kernel(
     num_tokens,
     x_stride,
     C: tl.constexpr,
+    FIRST: tl.constexpr,
+    PART: tl.constexpr,
     WIDTH: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
     SILU: tl.constexpr,
 ):
     o_t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    o_c = tl.program_id(1) * BC + tl.arange(0, BC)
-    m_t, m_c = o_t < num_tokens, o_c < C
+    o_c = FIRST + tl.program_id(1) * BC + tl.arange(0, BC)
+    m_t, m_c = o_t < num_tokens, o_c < FIRST + PART
     pre = _pre_activation(
         x, halo, weight, bias, taps, o_t, o_c, m_t, m_c, num_tokens, x_stride, C, WIDTH, BT, BC
     )
     if SILU:
         pre = pre * tl.sigmoid(pre)
     mask = m_t[:, None] & m_c[None, :]
-    tl.store(out + o_t[:, None] * C + o_c[None, :], pre.to(out.dtype.element_ty), mask=mask)
+    at = o_t[:, None] * PART + o_c[None, :] - FIRST
+    tl.store(out + at, pre.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -239,23 +266,27 @@ def _local_kernel(
     x_stride,
     dout_stride,
     C: tl.constexpr,
+    FIRST: tl.constexpr,
+    PART: tl.constexpr,
     WIDTH: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
     SILU: tl.constexpr,
 ):
     program = tl.program_id(0)
-    o_c = tl.program_id(1) * BC + tl.arange(0, BC)
-    m_c = o_c < C
-    o_w = tl.arange(0, 8)
-    dweight = tl.zeros([8, BC], dtype=tl.float32)
-    dbias = tl.zeros([BC], dtype=tl.float32)
+    o_c = FIRST + tl.program_id(1) * BC + tl.arange(0, BC)
+    m_c = o_c < FIRST + PART
+    # Sums of single elements: their rows meet once, behind the loop.
+    dbias = tl.zeros([BT, BC], dtype=tl.float32)
+    dweight = ()
+    for _ in tl.static_range(WIDTH):
+        dweight += (dbias,)  # type: ignore[assignment]
     for block in range(program, tl.cdiv(num_tokens, BT), tl.num_programs(0)):
         o_t = (block * BT + tl.arange(0, BT)).to(tl.int64)
         m_t = o_t < num_tokens
         mask = m_t[:, None] & m_c[None, :]
-        grad = tl.load(dout + o_t[:, None] * dout_stride + o_c[None, :], mask=mask, other=0.0)
-        grad = grad.to(tl.float32)
+        at = o_t[:, None] * dout_stride + o_c[None, :] - FIRST
+        grad = tl.load(dout + at, mask=mask, other=0.0).to(tl.float32)
         if SILU:
             pre = _pre_activation(
                 x,
@@ -277,14 +308,17 @@ def _local_kernel(
             gate = tl.sigmoid(pre)
             grad = grad * gate * (1 + pre * (1 - gate))
         tl.store(dpre + o_t[:, None] * C + o_c[None, :], grad.to(dpre.dtype.element_ty), mask=mask)
+        sums = ()
         for tap in tl.static_range(WIDTH):
             value = _tap_rows(x, halo, taps, o_t, o_c, m_t, m_c, num_tokens, x_stride, tap, C)
-            column = tl.sum(grad * value, axis=0)
-            dweight += tl.where(o_w[:, None] == WIDTH - 1 - tap, column[None, :], 0.0)
-        dbias += tl.sum(grad, axis=0)
-    at = (program * 8 + o_w[:, None]).to(tl.int64) * C + o_c[None, :]
-    tl.store(partial + at, dweight, mask=(o_w[:, None] < WIDTH) & m_c[None, :])
-    tl.store(partial_bias + program.to(tl.int64) * C + o_c, dbias, mask=m_c)
+            sums += (dweight[tap] + grad * value,)  # type: ignore[assignment]
+        dweight = sums
+        dbias += grad
+    first = program.to(tl.int64) * WIDTH
+    for tap in tl.static_range(WIDTH):
+        to_row = partial + (first + WIDTH - 1 - tap) * C + o_c
+        tl.store(to_row, tl.sum(dweight[tap], axis=0), mask=m_c)
+    tl.store(partial_bias + program.to(tl.int64) * C + o_c, tl.sum(dbias, axis=0), mask=m_c)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

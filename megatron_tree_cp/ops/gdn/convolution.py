@@ -7,7 +7,8 @@ backward   gradients of pre-activation, weight, bias and halo | start halo retur
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, overload
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -20,6 +21,7 @@ from megatron_tree_cp.ops.gdn.registry import CONVOLUTIONS, GdnCase, select
 from megatron_tree_cp.ops.gdn.row import token_parents
 
 
+@overload
 def tree_causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -27,7 +29,32 @@ def tree_causal_conv1d(
     ctx: TreeContext,
     activation: str | None = "silu",
     impl: str = "auto",
-) -> torch.Tensor:
+    split: None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def tree_causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ctx: TreeContext,
+    activation: str | None = "silu",
+    impl: str = "auto",
+    *,
+    split: Sequence[int],
+) -> tuple[torch.Tensor, ...]: ...
+
+
+def tree_causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ctx: TreeContext,
+    activation: str | None = "silu",
+    impl: str = "auto",
+    split: Sequence[int] | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Depthwise causal convolution of every token with the K - 1 tokens before it on its path.
 
     All ranks of the CP group call this in the same order; backward does likewise. Padding rows of
@@ -41,9 +68,11 @@ def tree_causal_conv1d(
         ctx: this rank's context of the row.
         activation: "silu", or None for none.
         impl: `auto`, or a name of `registry.CONVOLUTIONS`.
+        split: sizes that sum to C: return the channels in so many parts, contiguous each, so that
+            neither they nor their gradients are copied where they are used apart.
 
     Returns:
-        [T, C] in x's dtype.
+        [T, C] in x's dtype, or with `split` a tensor [T, size] for each size.
 
     Raises:
         ValueError: shapes, devices, activation or implementation do not fit; the message says how.
@@ -62,6 +91,9 @@ def tree_causal_conv1d(
         raise ValueError(f"bias must be [{x.shape[1]}], got shape {tuple(bias.shape)}")
     if activation not in ("silu", None):
         raise ValueError(f"activation must be 'silu' or None, got {activation!r}")
+    sizes = (x.shape[1],) if split is None else tuple(split)
+    if sum(sizes) != x.shape[1] or min(sizes, default=0) < 1:
+        raise ValueError(f"split must be positive sizes that sum to {x.shape[1]}, got {sizes}")
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.device != ctx.device:
             raise ValueError(f"{name} is on {tensor.device} but the context is for {ctx.device}")
@@ -70,9 +102,14 @@ def tree_causal_conv1d(
     if chosen.name == "reference":
         parents = token_parents(ctx)
         real = reference.causal_conv1d(x[: ctx.num_real], weight, bias, parents, activation)
-        return torch.cat([real.to(x.dtype), x.new_zeros(ctx.num_tokens - ctx.num_real, x.shape[1])])
-    tables = conv_tables(ctx, weight.shape[1])
-    return _TreeConvolution.apply(x, weight, bias, tables, activation == "silu", chosen.load())
+        padding = x.new_zeros(ctx.num_tokens - ctx.num_real, x.shape[1])
+        whole = torch.cat([real.to(x.dtype), padding])
+        outs = tuple(part.contiguous() for part in whole.split(sizes, dim=1))
+    else:
+        tables = conv_tables(ctx, weight.shape[1])
+        silu = activation == "silu"
+        outs = _TreeConvolution.apply(x, weight, bias, tables, silu, chosen.load(), sizes)
+    return outs[0] if split is None else outs
 
 
 class _TreeConvolution(torch.autograd.Function):
@@ -87,36 +124,35 @@ class _TreeConvolution(torch.autograd.Function):
         tables: ConvTables,
         silu: bool,
         kernel: Any,
-    ) -> torch.Tensor:
+        sizes: tuple[int, ...],
+    ) -> tuple[torch.Tensor, ...]:
         real = x[: tables.num_tokens]
         halo = x.new_zeros(0, x.shape[1])
         if tables.exchange is not None:
             halo = tables.exchange.start(real).wait()
-        out = kernel.forward(real, halo, weight, bias, tables, silu)
+        outs = kernel.forward(real, halo, weight, bias, tables, silu, x.shape[0], sizes)
         ctx.save_for_backward(x, halo, weight, bias)
         ctx.tables, ctx.silu, ctx.kernel = tables, silu, kernel
-        return pad(out, x.shape[0])
+        return tuple(pad(out, x.shape[0]) for out in outs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, halo, weight, bias = ctx.saved_tensors
         tables: ConvTables = ctx.tables
         real = slice(0, tables.num_tokens)
         dpre, dhalo, dweight, dbias = ctx.kernel.backward_local(
-            dout[real], x[real], halo, weight, bias, tables, ctx.silu
+            tuple(d[real] for d in douts), x[real], halo, weight, bias, tables, ctx.silu
         )
         pending = None
         if tables.exchange is not None:
             pending = tables.exchange.start_transposed(dhalo)
-        dx = ctx.kernel.backward_input(dpre, weight, tables)
+        dx = ctx.kernel.backward_input(dpre, weight, tables, x.shape[0])
         if pending is not None:
-            tables.exchange.accumulate(dx, pending.wait())
+            tables.exchange.accumulate(dx[real], pending.wait())
         return (
             pad(dx.to(x.dtype), x.shape[0]),
             dweight.to(weight.dtype),
             None if bias is None else dbias.to(bias.dtype),
-            None,
-            None,
-            None,
+            *(None, None, None, None),
         )

@@ -76,8 +76,7 @@ class DistributedDeltaRule(torch.autograd.Function):
             dtype=torch.promote_types(q.dtype, torch.float32),
         )
         inputs = (q, k, v, g, beta)
-        real = tuple(x[: tree.num_real] for x in inputs)
-        out, ends, (incoming, transfers, saved) = forward_states(real, initial, rule)
+        out, ends, (incoming, transfers, saved) = forward_states(inputs, initial, rule)
         ctx.save_for_backward(initial, incoming, transfers, *saved)
         ctx.rule, ctx.dtypes = rule, tuple(x.dtype for x in inputs)
         ctx.set_materialize_grads(False)
@@ -93,9 +92,9 @@ class DistributedDeltaRule(torch.autograd.Function):
         tree = rule.ctx
         if dout is None:
             heads, _, value_dim = rule.state
-            dout = incoming.new_zeros(tree.num_real, heads, value_dim)
+            dout = incoming.new_zeros(tree.num_tokens, heads, value_dim)
         grads, dinitial = backward_states(
-            dout[: tree.num_real], dfinal, initial, (incoming, transfers, tuple(saved)), rule
+            dout, dfinal, initial, (incoming, transfers, tuple(saved)), rule
         )
         padded = tuple(
             pad(grad.to(dtype), tree.num_tokens)
@@ -107,10 +106,11 @@ class DistributedDeltaRule(torch.autograd.Function):
 def forward_states(
     inputs: Tensors, initial: torch.Tensor | None, rule: DeltaRule
 ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, Tensors]]:
-    """Outputs [n, Hv, Dv] and final states of the real rows, and what backward needs again.
+    """Outputs and final states from inputs [T, ...], and what backward needs again.
 
-    That is: the states that enter at the heads, the transfers of this rank's exports, and what the
-    kernel restores its preparation from.
+    Outputs are [n, Hv, Dv] of the real rows, or of all T with padding 0. Backward needs the states
+    that enter at the heads, the transfers of this rank's exports, and what the kernel restores its
+    preparation from.
     """
     tables, kernel, part = rule.tables, rule.kernel, rule.tables.part
     slots = rule.slots(initial is not None)
@@ -131,8 +131,8 @@ def forward_states(
     kernel.pass_states(prep, tables.rest, slots, states)
     if tables.exchanges:
         ends = compose_states(part.state_nodes, *pending.wait())
-        for slot, node in enumerate(part.incoming):
-            incoming[slot] = ends[node]
+        if len(part.incoming):
+            torch.stack([ends[node] for node in part.incoming], out=incoming)
         kernel.pass_states(prep, tables.late, slots, states)
     final = _final_states(states, rule, slots) if rule.final else None
     # A copy: a view would keep the states of all slots alive until backward.
@@ -146,7 +146,10 @@ def backward_states(
     kept: tuple[torch.Tensor, torch.Tensor, Tensors],
     rule: DeltaRule,
 ) -> tuple[Tensors, torch.Tensor | None]:
-    """(dq, dk, dv, dg, dbeta) of the real rows, and the gradient of the initial states."""
+    """(dq, dk, dv, dg, dbeta) from dout [T, Hv, Dv], and the gradient of the initial states.
+
+    Each of the first is [n, ...] of the real rows, or of all T with padding 0.
+    """
     tables, kernel, part = rule.tables, rule.kernel, rule.tables.part
     incoming, transfers, saved = kept
     slots = rule.slots(initial is not None)
@@ -173,8 +176,9 @@ def backward_states(
     kernel.pass_gradients(prep, tables.rest, into, grads)
     if tables.exchanges:
         nodes = compose_gradients(part.gradient_nodes, *pending.wait())
-        for slot, node in enumerate(part.outgoing):
-            grads[runs + slot] = nodes[node]
+        if exports:
+            entering = grads[runs : runs + exports]
+            torch.stack([nodes[node] for node in part.outgoing], out=entering)
         kernel.pass_gradients(prep, tables.open, into, grads)
     dinitial = None
     if initial is not None:

@@ -3,6 +3,10 @@
 FLA prepares, reads outputs and computes the gradients of tokens, for all runs at once as if they
 were sequences. Needs flash-linear-attention (checked with 0.6.0); fp16 and bf16. The functions are
 those of `tiled.py`.
+
+Of a shard's T rows the first n are tokens. FLA reads n rows, since one of its kernels multiplies
+rows past a run's end by 0; what it allocates as large as v, beta or the writes has T rows, so that
+no result is copied to make room for padding.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_tree_cp.ops.gdn import state_pass
+from megatron_tree_cp.ops.gdn import norm_triton, state_pass
 from megatron_tree_cp.ops.gdn.tables import GradientSlots, Level, RecurrenceTables, StateSlots
 
 Tensors = tuple[torch.Tensor, ...]
@@ -24,7 +28,6 @@ Tensors = tuple[torch.Tensor, ...]
 def _fla() -> Any:
     """FLA's functions that we call, imported when the first layer runs."""
     try:
-        from fla.modules.norm.l2norm import l2norm_bwd, l2norm_fwd
         from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv_local, chunk_fwd_o
         from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
         from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
@@ -36,8 +39,6 @@ def _fla() -> Any:
             f"pip install 'megatron-tree-cp[gpu]' ({error})"
         ) from error
     return SimpleNamespace(
-        l2norm_fwd=l2norm_fwd,
-        l2norm_bwd=l2norm_bwd,
         cumsum=chunk_local_cumsum,
         to_base_2=RCP_LN2,
         solve=chunk_gated_delta_rule_fwd_intra,
@@ -51,7 +52,8 @@ def _fla() -> Any:
 
 @dataclass
 class Prepared:
-    """State-free results of all tokens ([n, ...]), and what the passes fill in."""
+    """State-free results of all tokens ([n, ...]; v, beta, u and writes [T, ...] with padding), and
+    what the passes fill in."""
 
     tables: RecurrenceTables
     scale: float
@@ -82,18 +84,21 @@ class Prepared:
 
 
 def prepare(inputs: Tensors, tables: RecurrenceTables, scale: float, norm: bool) -> Prepared:
-    """State-free work of all tokens of a shard: q, k, v, g, beta [n, ...]."""
-    fla = _fla()
-    q, k, v, g, beta = (x.contiguous() for x in inputs)
+    """State-free work of all tokens of a shard: q, k, v, g, beta [T, ...]."""
+    q, k, v, g, beta = inputs
+    n, v, beta = tables.num_tokens, v.contiguous(), beta.contiguous()
     lengths: Tensors = ()
-    if len(q) == 0:
-        empty = k.new_zeros(0, v.shape[1], k.shape[2])
-        solved = v.new_zeros(0, v.shape[1], tables.chunk)
-        return _prepared((q, k, v, g.float(), beta, solved), empty, v, tables, scale)
     if norm:
-        (q, q_length), (k, k_length) = fla.l2norm_fwd(q), fla.l2norm_fwd(k)
+        (q, q_length), (k, k_length) = norm_triton.forward(q, n), norm_triton.forward(k, n)
         lengths = (q_length, k_length)
-    g = fla.cumsum(g[None], scale=fla.to_base_2, **_sequences(tables)).squeeze(0)
+    else:
+        q, k = q[:n].contiguous(), k[:n].contiguous()
+    if n == 0:
+        empty = v.new_empty(*v.shape[:2], k.shape[2])
+        solved = v.new_empty(0, v.shape[1], tables.chunk)
+        return _prepared((q, k, v, g[:0].float(), beta, solved, *lengths), empty, v, tables, scale)
+    fla = _fla()
+    g = fla.cumsum(g[:n].contiguous()[None], scale=fla.to_base_2, **_sequences(tables)).squeeze(0)
     w, u, solved = fla.solve(k=k[None], v=v[None], g=g[None], beta=beta[None], **_sequences(tables))
     saved = (q, k, v, g, beta, solved.squeeze(0), *lengths)
     return _prepared(saved, w.squeeze(0), u.squeeze(0), tables, scale)
@@ -103,7 +108,8 @@ def restore(saved: Tensors, tables: RecurrenceTables, scale: float, norm: bool) 
     """In backward, what `prepare` gave, from the tensors that it asked to save."""
     _, k, v, g, beta, solved = saved[:6]
     if len(k) == 0:
-        return _prepared(saved, k.new_zeros(0, v.shape[1], k.shape[2]), v, tables, scale)
+        empty = v.new_empty(*v.shape[:2], k.shape[2])
+        return _prepared(saved, empty, v, tables, scale)
     w, u = _fla().recompute_w_u(
         k=k[None], v=v[None], beta=beta[None], A=solved[None], g=g[None], **_runs(tables)
     )
@@ -151,10 +157,11 @@ def summarise(prep: Prepared, levels: tuple[Level, ...], slots: StateSlots) -> t
 
 
 def output(prep: Prepared) -> torch.Tensor:
-    """Outputs of all tokens, [n, Hv, Dv], once every state is known."""
-    if len(prep.q) == 0:
-        return prep.v
-    return (
+    """Outputs of all rows, [T, Hv, Dv], once every state is known; padding is 0."""
+    n = len(prep.q)
+    if n == 0:
+        return torch.zeros_like(prep.v)
+    out = (
         _fla()
         .output(
             q=prep.q[None],
@@ -167,15 +174,18 @@ def output(prep: Prepared) -> torch.Tensor:
         )
         .squeeze(0)
     )
+    out[n:].zero_()
+    return out
 
 
 def begin_backward(prep: Prepared, dout: torch.Tensor) -> None:
-    """State-free part of backward, for all tokens."""
-    prep.dout = dout.to(prep.v.dtype).contiguous()
+    """State-free part of backward, for all tokens; dout [T, Hv, Dv]."""
+    n = len(prep.q)
+    prep.dout = dout[:n].to(prep.v.dtype).contiguous()
     prep.gradients = torch.empty_like(prep.states)
-    prep.dwrites = torch.empty_like(prep.u)
+    prep.dwrites = torch.empty_like(prep.dout)
     prep.local = prep.dout
-    if len(prep.q):
+    if n:
         prep.local = (
             _fla()
             .local_gradient(
@@ -211,15 +221,20 @@ def pass_gradients(
 
 
 def token_gradients(prep: Prepared, dout: torch.Tensor) -> Tensors:
-    """dq, dk, dv, dg, dbeta of all tokens [n, ...], once every state's gradient is known."""
-    if len(prep.q) == 0:
-        return prep.q, prep.k, prep.v, prep.g, prep.beta
+    """dq, dk, dv, dg, dbeta, once every state's gradient is known.
+
+    [T, ...] with padding 0; dg, and dq and dk without the norm, are [n, ...].
+    """
+    n, rows = len(prep.q), len(prep.v)
+    if n == 0:
+        q, k = (x.new_zeros(rows, *x.shape[1:]) for x in (prep.q, prep.k))
+        return q, k, torch.zeros_like(prep.v), prep.g, torch.zeros_like(prep.beta)
     fla = _fla()
     assert prep.dout is not None and prep.gradients is not None and prep.dwrites is not None
     dq, dk, dw, dg = fla.token_gradients(
         q=prep.q[None],
         k=prep.k[None],
-        v=prep.writes[None],
+        v=prep.writes[:n][None],
         w=prep.w[None],
         g=prep.g[None],
         h=prep.states[None],
@@ -239,14 +254,17 @@ def token_gradients(prep: Prepared, dout: torch.Tensor) -> Tensors:
         du=prep.dwrites[None],
         **_runs(prep.tables),
     )
-    dk = dk + dk_system
-    dg = fla.cumsum(dg + dg_system, reverse=True, **_sequences(prep.tables))
-    dq, dk = dq.squeeze(0), dk.squeeze(0)
+    dg = fla.cumsum(dg.add_(dg_system), reverse=True, **_sequences(prep.tables))
+    dq, dk, dk_system, dv, dbeta = (x.squeeze(0) for x in (dq, dk, dk_system, dv, dbeta))
+    dv[n:].zero_()
+    dbeta[n:].zero_()
     if prep.lengths:
         q_length, k_length = prep.lengths
-        dq = fla.l2norm_bwd(prep.q, q_length, dq.contiguous())
-        dk = fla.l2norm_bwd(prep.k, k_length, dk.contiguous())
-    return dq, dk, dv.squeeze(0), dg.squeeze(0), dbeta.squeeze(0)
+        dq = norm_triton.backward(prep.q, q_length, (dq,), rows)
+        dk = norm_triton.backward(prep.k, k_length, (dk, dk_system), rows)
+    else:
+        dk = dk + dk_system
+    return dq, dk, dv, dg.squeeze(0), dbeta
 
 
 def _runs(tables: RecurrenceTables) -> dict[str, Any]:

@@ -9,6 +9,8 @@ slots [., Hv, Dk, Dv] in fp32.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,9 @@ from megatron_tree_cp.ops.gdn.tables import GradientSlots, Level, RecurrenceTabl
 
 # Columns of a state that one program keeps in registers, by key head dim.
 _COLUMNS = {64: 64, 128: 32, 256: 16}
+
+# Shared memory (bytes a program) that three stages of the widest pass take at 128 key channels.
+_THREE_STAGES = 180_000
 
 
 def pass_states(
@@ -96,7 +101,7 @@ def pass_gradients(
         BK=tile_k,
         BV=tile_v,
         num_warps=4,
-        num_stages=2,
+        num_stages=_stages(key_dim, k.device),
     )
 
 
@@ -140,7 +145,7 @@ def _launch_forward(
         # Maps of several chunks multiply: operands of the summary keep more than 8 bits.
         PRECISION="tf32" if summary else None,
         num_warps=4,
-        num_stages=1 if summary else 2,
+        num_stages=1 if summary and key_dim > 128 else _stages(key_dim, k.device),
     )
 
 
@@ -148,6 +153,25 @@ def _tiles(key_dim: int, value_dim: int) -> tuple[int, int]:
     tile_k = max(16, triton.next_power_of_2(key_dim))
     columns = _COLUMNS.get(max(64, tile_k), 16)
     return tile_k, min(columns, max(16, triton.next_power_of_2(value_dim)))
+
+
+def _stages(key_dim: int, device: torch.device) -> int:
+    """Stages of the loop over chunks.
+
+    With two, Triton starts the loads of a chunk at the end of the one before and waits for them at
+    once; the third gives them the time of a whole chunk.
+    """
+    return 3 if key_dim <= 128 and _shared_memory(device) >= _THREE_STAGES else 2
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one program may use."""
+    if device.type != "cuda":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    return int(properties["max_shared_mem"])
 
 
 @triton.jit
@@ -299,12 +323,12 @@ def _gradient_kernel(
         b_dw = b_dw * tl.where(m_t, tl.exp2(g_last - b_g), 0.0)[:, None]
         b_dw += tl.load(local + at_v, mask=m_tv, other=0.0).to(tl.float32)
         tl.store(dwrites + at_v, b_dw.to(dwrites.dtype.element_ty), mask=m_tv)
-        b_q = tl.load(q + at_key, mask=m_tk, other=0.0).to(tl.float32)
-        b_q = b_q * tl.where(m_t, tl.exp2(b_g) * scale, 0.0)[:, None]
-        b_do = tl.load(dout + at_v, mask=m_tv, other=0.0)
+        b_q = tl.load(q + at_key, mask=m_tk, other=0.0)
+        b_do = tl.load(dout + at_v, mask=m_tv, other=0.0).to(tl.float32)
+        b_do = b_do * tl.where(m_t, tl.exp2(b_g) * scale, 0.0)[:, None]
         b_w = tl.load(w + (o_t[:, None] * HV + head) * K + o_k[None, :], mask=m_tk, other=0.0)
         grad = grad * tl.exp2(g_last)
-        grad += tl.dot(tl.trans(b_q.to(b_do.dtype)), b_do)
+        grad += tl.dot(tl.trans(b_q), b_do.to(b_q.dtype))
         grad -= tl.dot(tl.trans(b_w), b_dw.to(b_w.dtype))
 
     tl.store(gradients + (run.to(tl.int64) * HV + head) * K * V + in_state, grad, mask=m_state)

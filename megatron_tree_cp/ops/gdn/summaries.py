@@ -54,18 +54,29 @@ def start_exchange(
     transfers: torch.Tensor,
 ) -> PendingSummaries:
     """Send what `plan` names of the banks `states` and `transfers`; all ranks call this."""
-    key_dim, value_dim = states.shape[2:]
-    exchange = ctx.cached(
+    exchange = summary_exchange(ctx, name, plan, len(states), *states.shape[2:])
+    return PendingSummaries(
+        states, transfers, plan, exchange.start(torch.cat([_columns(states), _columns(transfers)]))
+    )
+
+
+def summary_exchange(
+    ctx: TreeContext,
+    name: str,
+    plan: SummaryExchange,
+    num_states: int,
+    key_dim: int,
+    value_dim: int,
+) -> RangeExchange:
+    """The exchange of a bank of ``num_states`` states and its transfers, made once a row."""
+    return ctx.cached(
         ("summary exchange", name, key_dim, value_dim),
         lambda: RangeExchange(
-            _column_ranges(plan, len(states), key_dim, value_dim),
+            _column_ranges(plan, num_states, key_dim, value_dim),
             ctx.cp_group,
             ctx.device,
             ctx.stream,
         ),
-    )
-    return PendingSummaries(
-        states, transfers, plan, exchange.start(torch.cat([_columns(states), _columns(transfers)]))
     )
 
 

@@ -1,22 +1,33 @@
-"""A rank's recurrence as index tensors: blocks of runs, state slots, levels.
+"""A rank's recurrence on its device: the arrays of `plan.recurrence_tables` as index tensors.
 
-A *block* is a chunk of one run; blocks never cross runs, so that each has one incoming state. A
-*slot* is a place for one state [Hv, Dk, Dv] between blocks of different runs.
+A *block* is a chunk of one run; a *slot* is a place for one state [Hv, Dk, Dv] between blocks of
+different runs. Everything that a row needs travels to the device in one copy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_tree_cp.comm.context import TreeContext
 from megatron_tree_cp.comm.upload import upload
-from megatron_tree_cp.plan.recurrence import Levels, RankRecurrence, RecurrencePlan
+from megatron_tree_cp.plan.recurrence import CHUNK, RankRecurrence, RecurrencePlan
+from megatron_tree_cp.plan.recurrence_tables import (
+    PHASES,
+    BlockArrays,
+    GradientSlotArrays,
+    LevelArrays,
+    StateSlotArrays,
+)
 from megatron_tree_cp.plan.values import Array
 
-CHUNK = 64
+ALIGNMENT = 16
+"""Bytes: kernels are compiled for pointers that are multiples of this."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +66,13 @@ class GradientSlots:
     count: int
     offsets: torch.Tensor
     sources: torch.Tensor
-    lists: tuple[tuple[int, ...], ...]
-    """The same on the host, by run."""
+    host: GradientSlotArrays
+
+    @cached_property
+    def lists(self) -> tuple[tuple[int, ...], ...]:
+        """The same on the host, by run."""
+        parts = np.split(self.host.sources, self.host.offsets[1:-1])
+        return tuple(tuple(part.tolist()) for part in parts[: len(self.host.offsets) - 1])
 
 
 @dataclass(frozen=True)
@@ -124,134 +140,91 @@ def recurrence_plan(ctx: TreeContext, layout: str = "main") -> RecurrencePlan:
 
 
 def recurrence_tables(
-    ctx: TreeContext, chunk: int = CHUNK, layout: str = "main"
+    ctx: TreeContext, chunk: int = CHUNK, layout: str = "main", arrays: BlockArrays | None = None
 ) -> RecurrenceTables:
-    """The tables of this rank, made once a row and chunk size."""
-    return ctx.cached(
-        ("recurrence tables", layout, chunk),
-        lambda: build_tables(recurrence_plan(ctx, layout), ctx.rank, ctx.device, chunk),
-    )
+    """The tables of this rank, made once a row and chunk size; from ``arrays`` where given."""
+
+    def build() -> RecurrenceTables:
+        made = arrays or BlockArrays.of(recurrence_plan(ctx, layout), ctx.rank, chunk)
+        return upload_tables(made, ctx.device)
+
+    return ctx.cached(("recurrence tables", layout, chunk), build)
 
 
-def build_tables(
-    plan: RecurrencePlan, rank: int, device: torch.device, chunk: int = CHUNK
-) -> RecurrenceTables:
-    """Tables of ``rank`` on ``device``."""
-    part = plan.rank(rank)
-    chunks = -(-part.length // chunk)
-    offsets = np.concatenate([[0], np.cumsum(chunks)])
-    run_of_block = np.repeat(np.arange(len(chunks)), chunks)
-    number = np.arange(offsets[-1]) - offsets[run_of_block]
-
-    def levels(groups: Levels) -> tuple[Level, ...]:
-        return tuple(_level(ids, chunks, device) for ids in groups)
-
-    def index(values: Array, dtype: type = np.int32) -> torch.Tensor:
-        return upload(np.asarray(values, dtype=dtype), device)
-
+def upload_tables(arrays: BlockArrays, device: torch.device) -> RecurrenceTables:
+    """The arrays as tensors on ``device``."""
+    part = arrays.part
     roots, leaves = np.flatnonzero(part.root >= 0), np.flatnonzero(part.leaf >= 0)
+    indices = {
+        "root_runs": roots,
+        "root_ids": part.root[roots],
+        "export_runs": part.exports,
+        "transfer_runs": part.transfers,
+        "transfer_places": np.searchsorted(part.exports, part.transfers),
+        "leaf_runs": leaves,
+        "leaf_ids": part.leaf[leaves],
+    }
+    host: list[Array] = [array.astype(np.int64) for array in indices.values()]
+    host += [arrays.starts, arrays.block_offsets, arrays.block_runs]
+    host += _arrays_of(arrays)
+    tensors = iter(upload_together(host, device))
+    named: dict[str, Any] = {
+        name: next(tensors) for name in (*indices, "starts", "block_offsets", "block_runs")
+    }
+    for phase, levels in zip(PHASES, arrays.phases, strict=True):
+        named[phase] = _levels(levels, tensors)
     return RecurrenceTables(
         part=part,
-        num_roots=plan.num_roots,
-        num_leaves=plan.num_leaves,
-        exchanges=len(plan.heads) > 0,
-        chunk=chunk,
-        num_tokens=int(part.length.sum()),
-        num_blocks=int(offsets[-1]),
-        starts=index(np.concatenate([part.start, [part.length.sum()]])),
-        block_offsets=index(offsets),
-        block_runs=index(np.stack([run_of_block, number], axis=1)),
-        early=levels(part.early),
-        summary=levels(part.summary),
-        rest=levels(part.rest),
-        late=levels(part.late),
-        exact=levels(part.exact),
-        partial=levels(part.partial),
-        open=levels(part.open),
-        every=levels(_by_depth(part.parent)),
-        root_runs=index(roots, np.int64),
-        root_ids=index(part.root[roots], np.int64),
-        export_runs=index(part.exports, np.int64),
-        transfer_runs=index(part.transfers, np.int64),
-        transfer_places=index(np.searchsorted(part.exports, part.transfers), np.int64),
-        leaf_runs=index(leaves, np.int64),
-        leaf_ids=index(part.leaf[leaves], np.int64),
-        summary_slots=_summary_slots(part, device),
-        state_slots=tuple(
-            _state_slots(part, initial, final, device)
-            for final in (False, True)
-            for initial in (False, True)
+        num_roots=arrays.num_roots,
+        num_leaves=arrays.num_leaves,
+        exchanges=arrays.exchanges,
+        chunk=arrays.chunk,
+        num_tokens=int(arrays.starts[-1]),
+        num_blocks=len(arrays.block_runs),
+        **named,
+        every=_levels(arrays.every, tensors),
+        summary_slots=_state_slots(arrays.summary_slots, tensors),
+        state_slots=tuple(_state_slots(slots, tensors) for slots in arrays.state_slots),
+        gradient_slots=(
+            _gradient_slots(arrays.gradient_slots[0], tensors),
+            _gradient_slots(arrays.gradient_slots[1], tensors),
         ),
-        gradient_slots=(_gradient_slots(part, False, device), _gradient_slots(part, True, device)),
     )
 
 
-def _level(ids: Array, chunks: Array, device: torch.device) -> Level:
-    ids = ids[np.argsort(-chunks[ids], kind="stable")]
-    ordered = chunks[ids]
-    active = tuple(int(np.searchsorted(-ordered, -c)) for c in range(int(ordered.max(initial=0))))
-    return Level(upload(ids.astype(np.int32), device), active)
+def _arrays_of(arrays: BlockArrays) -> Iterator[Array]:
+    """The arrays of levels and slots, in the order in which `upload_tables` takes their tensors."""
+    for levels in (*arrays.phases, arrays.every):
+        yield from (level.runs for level in levels)
+    for slots in (arrays.summary_slots, *arrays.state_slots):
+        yield from (slots.read, slots.write)
+    for gradients in arrays.gradient_slots:
+        yield from (gradients.offsets, gradients.sources)
 
 
-def _by_depth(parent: Array) -> Levels:
-    depth = np.zeros(len(parent), dtype=np.int64)
-    for run, above in enumerate(parent.tolist()):
-        if above >= 0:
-            depth[run] = depth[above] + 1
-    return tuple(np.flatnonzero(depth == d) for d in range(int(depth.max(initial=-1)) + 1))
+def _levels(levels: tuple[LevelArrays, ...], tensors: Iterator[torch.Tensor]) -> tuple[Level, ...]:
+    return tuple(Level(next(tensors), level.active) for level in levels)
 
 
-def _slots(count: int, read: Array, write: Array, device: torch.device) -> StateSlots:
-    return StateSlots(
-        count, upload(read.astype(np.int32), device), upload(write.astype(np.int32), device)
-    )
+def _state_slots(slots: StateSlotArrays, tensors: Iterator[torch.Tensor]) -> StateSlots:
+    return StateSlots(slots.count, next(tensors), next(tensors))
 
 
-def _state_slots(
-    part: RankRecurrence, initial: bool, final: bool, device: torch.device
-) -> StateSlots:
-    runs = len(part.start)
-    inner = part.parent[part.parent >= 0]
-    writes = np.zeros(runs, dtype=bool)
-    writes[inner] = True
-    writes[part.exports] = True
-    if final:
-        writes |= part.leaf >= 0
-    roots = np.flatnonzero(part.root >= 0)
-    first = len(part.heads) + (len(roots) if initial else 0)
-    write = np.where(writes, first + np.cumsum(writes) - 1, -1)
-    read = np.where(part.parent >= 0, write[part.parent], -1)
-    read[part.heads] = np.arange(len(part.heads))
-    if initial:
-        read[roots] = len(part.heads) + np.arange(len(roots))
-    return _slots(first + int(writes.sum()), read, write, device)
+def _gradient_slots(slots: GradientSlotArrays, tensors: Iterator[torch.Tensor]) -> GradientSlots:
+    return GradientSlots(slots.count, next(tensors), next(tensors), slots)
 
 
-def _summary_slots(part: RankRecurrence, device: torch.device) -> StateSlots:
-    inner = np.zeros(len(part.start), dtype=bool)
-    for ids in part.summary:
-        inner[ids] = True
-    write = np.where(inner, np.cumsum(inner) - 1, -1)
-    read = np.where(part.parent >= 0, write[part.parent], -1)
-    return _slots(int(inner.sum()), read, write, device)
-
-
-def _gradient_slots(part: RankRecurrence, final: bool, device: torch.device) -> GradientSlots:
-    runs, exports = len(part.start), len(part.exports)
-    lists: list[list[int]] = [[] for _ in range(runs)]
-    for run, above in enumerate(part.parent.tolist()):
-        if above >= 0:
-            lists[above].append(run)
-    for slot, run in enumerate(part.exports.tolist()):
-        lists[run].append(runs + slot)
-    leaves = np.flatnonzero(part.leaf >= 0) if final else np.zeros(0, dtype=np.int64)
-    for slot, run in enumerate(leaves.tolist()):
-        lists[run].append(runs + exports + slot)
-    offsets = np.cumsum([0, *(len(entries) for entries in lists)])
-    sources = np.array([slot for entries in lists for slot in entries], dtype=np.int32)
-    return GradientSlots(
-        count=runs + exports + len(leaves),
-        offsets=upload(offsets.astype(np.int32), device),
-        sources=upload(sources, device),
-        lists=tuple(tuple(entries) for entries in lists),
-    )
+def upload_together(arrays: list[Array], device: torch.device) -> list[torch.Tensor]:
+    """Tensors of ``arrays`` on ``device``, views of one buffer that travels in one copy."""
+    sizes = np.array([array.nbytes for array in arrays], dtype=np.int64)
+    places = np.cumsum(-(-sizes // ALIGNMENT) * ALIGNMENT)
+    buffer = np.zeros(int(places[-1]), dtype=np.uint8)
+    starts = [0, *places.tolist()]
+    for array, start in zip(arrays, starts, strict=False):
+        buffer[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+    there = upload(buffer, device)
+    tensors = []
+    for array, start in zip(arrays, starts, strict=False):
+        kind = {"int32": torch.int32, "int64": torch.int64}[array.dtype.name]
+        tensors.append(there[start : start + array.nbytes].view(kind).view(array.shape))
+    return tensors

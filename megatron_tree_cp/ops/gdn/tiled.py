@@ -61,7 +61,8 @@ class Prepared:
 
 
 def prepare(inputs: Tensors, tables: RecurrenceTables, scale: float, norm: bool) -> Prepared:
-    """State-free work of all tokens of a shard: q, k, v, g, beta [n, ...]."""
+    """State-free work of all tokens of a shard: q, k, v, g, beta [T, ...], padding unread."""
+    inputs = tuple(x[: tables.num_tokens] for x in inputs)
     dtype = torch.promote_types(inputs[0].dtype, torch.float32)
     blocks = tuple(_to_blocks(x.to(dtype), tables) for x in inputs)
     read, keys, w, u, scores, decay = _block_maps(blocks, scale, norm)
@@ -110,7 +111,7 @@ def output(prep: Prepared) -> torch.Tensor:
 
 
 def begin_backward(prep: Prepared, dout: torch.Tensor) -> None:
-    """State-free part of backward, for all blocks."""
+    """State-free part of backward, for all blocks; dout [T, Hv, Dv], padding unread."""
     dout_blocks = _to_blocks(dout.to(prep.u.dtype), prep.tables).transpose(1, 2)
     prep.gradients = torch.zeros_like(prep.states)
     prep.direct = (prep.read.mT @ dout_blocks, prep.scores.mT @ dout_blocks)
@@ -233,7 +234,7 @@ def _block_tokens(tables: RecurrenceTables) -> torch.Tensor:
 
 
 def _to_blocks(x: torch.Tensor, tables: RecurrenceTables) -> torch.Tensor:
-    padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+    padded = torch.cat([x[: tables.num_tokens], x.new_zeros(1, *x.shape[1:])])
     return padded[_block_tokens(tables)]
 
 
