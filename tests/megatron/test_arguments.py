@@ -107,9 +107,7 @@ def test_bad_values_name_the_option(argv, message, capsys):
         (("--tree-cpu",), ("transformer_engine",), "local", False),
     ],
 )
-def test_fused_weight_gradients_need_apex(
-    monkeypatch, argv, installed, impl, fused
-):
+def test_fused_weight_gradients_need_apex(monkeypatch, argv, installed, impl, fused):
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: name if name in installed else None
     )

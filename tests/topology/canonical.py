@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,14 +23,16 @@ class Piece:
     tensor: torch.Tensor
     dim: int | None
     """Axis that tensor parallelism splits; None where the whole tensor is here."""
-    gated: bool
-    """Gate and up halves of a gated MLP are split apart."""
+    sections: tuple[int, ...]
+    """Sizes of the parts that tensor parallelism splits one by one; () for one part."""
     tp_rank: int
     tp_size: int
 
 
-def named(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor, int | None]]:
-    """(canonical name, parameter or expert bias, axis that is split) of this rank's chunks."""
+def named(
+    chunks: list[torch.nn.Module],
+) -> Iterator[tuple[str, torch.Tensor, int | None, tuple[int, ...]]]:
+    """(canonical name, parameter or expert bias, axis that is split, sections) of this rank."""
     from megatron.core import parallel_state as mpu
     from megatron.core.utils import unwrap_model
 
@@ -50,7 +53,21 @@ def named(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor, in
                 name = "embedding.word_embeddings.weight"
             # With one expert-tensor-parallel rank experts are whole, although they carry the mark.
             split = getattr(value, "tensor_model_parallel", False) and not found
-            yield name, value, value.partition_dim if split else None
+            dim = value.partition_dim if split else None
+            yield name, value, dim, () if dim is None else _sections(name, chunk.config)
+
+
+def _sections(name: str, config: Any) -> tuple[int, ...]:
+    """Relative sizes of the parts of a split tensor that are split one by one."""
+    if "linear_fc1" in name:
+        return (1, 1)  # gate and up
+    if "conv1d" in name or "in_proj" in name:  # of Gated DeltaNet: the queries, keys and values
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        heads = config.linear_num_value_heads
+        values = heads * config.linear_value_head_dim
+        gates = (values, heads, heads) if "in_proj" in name else ()
+        return (keys, keys, values, *gates)
+    return ()
 
 
 def pieces(
@@ -61,8 +78,8 @@ def pieces(
 
     place = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
     return {
-        name: Piece(value(tensor).detach().clone().float(), dim, "linear_fc1" in name, *place)
-        for name, tensor, dim in named(chunks)
+        name: Piece(value(tensor).detach().clone().float(), dim, sections, *place)
+        for name, tensor, dim, sections in named(chunks)
     }
 
 
@@ -86,10 +103,18 @@ def _join(about: Piece, parts: dict[int, torch.Tensor]) -> torch.Tensor:
         return parts[0]
     assert sorted(parts) == list(range(about.tp_size))
     ordered = [parts[rank] for rank in range(about.tp_size)]
-    if about.gated:
-        halves = zip(*(part.chunk(2, about.dim) for part in ordered))
-        ordered = [torch.cat(half, about.dim) for half in halves]
+    if about.sections:
+        parts_of_rank = [_cut(part, about.dim, about.sections) for part in ordered]
+        ordered = [torch.cat(same, about.dim) for same in zip(*parts_of_rank)]
     return torch.cat(ordered, about.dim)
+
+
+def _cut(tensor: torch.Tensor, dim: int, sections: tuple[int, ...]) -> list[torch.Tensor]:
+    """The sections of a tensor, or of one rank's slice of it, along ``dim``."""
+    unit, rest = divmod(tensor.shape[dim] * sections[0], sum(sections))
+    assert not rest, (tensor.shape, sections)
+    sizes = [unit * size // sections[0] for size in sections]
+    return list(tensor.split(sizes, dim))
 
 
 def load(chunks: list[torch.nn.Module], whole: Tensors) -> None:
@@ -98,11 +123,9 @@ def load(chunks: list[torch.nn.Module], whole: Tensors) -> None:
 
     rank, size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
     with torch.no_grad():
-        for name, tensor, dim in named(chunks):
+        for name, tensor, dim, sections in named(chunks):
             value = whole[name]
-            if dim is not None and "linear_fc1" in name:
-                halves = [half.chunk(size, dim)[rank] for half in value.chunk(2, dim)]
-                value = torch.cat(halves, dim)
-            elif dim is not None:
-                value = value.chunk(size, dim)[rank]
+            if dim is not None:
+                parts = _cut(value, dim, sections) if sections else [value]
+                value = torch.cat([part.chunk(size, dim)[rank] for part in parts], dim)
             tensor.copy_(value)

@@ -23,6 +23,12 @@ _EXPERTS = """
 --untie-embeddings-and-output-weights --expert-tensor-parallel-size 1 --moe-z-loss-coeff 0.02
 """.split()
 
+# Steps of 0.5 would amplify rounding: decays are exponential in the weights.
+_GDN = """
+--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8
+--linear-value-head-dim 6 --linear-conv-kernel-dim 4 --lr 0.1
+""".split()
+
 
 @dataclass(frozen=True)
 class Family:
@@ -75,6 +81,16 @@ FAMILIES: dict[str, Family] = {
         ],
         reference="together",
     ),
+    # The reference walks the recurrence of every trajectory token by token.
+    "gated delta net": Family([*_GDN, *"--hybrid-layer-pattern G*-G".split()]),
+    "gated delta net, GPT": Family(
+        [
+            *_GDN,
+            *"--experimental-attention-variant gated_delta_net --linear-attention-freq 2".split(),
+            # On a GPT model Megatron wants at least as many heads as TP x CP ranks.
+            *"--linear-num-key-heads 4".split(),
+        ]
+    ),
 }
 
 _CP2 = "--context-parallel-size 2".split()
@@ -91,11 +107,13 @@ TOPOLOGIES: dict[str, Topology] = {
     "CP1": Topology(1, []),
     "CP2": Topology(2, _CP2, fast=("dense",)),
     "EP2 x CP2": Topology(2, _EP2 + _CP2, families=_ALL_EXPERTS, fast=("moe",)),
-    "TP2 x SP x CP2": Topology(4, _TP2 + _CP2, fast=("dense",)),
+    "TP2 x SP x CP2": Topology(4, _TP2 + _CP2, fast=("dense", "gated delta net")),
     "TP2 x EP2 x CP2": Topology(4, _TP2 + _EP2 + _CP2, families=_ALL_EXPERTS, fast=_MOE),
     "PP2 x CP2": Topology(4, _PP2 + _CP2, fast=("dense", "moe")),
     # A hybrid pattern would have to name the stages of its own.
-    "PP2 x VPP2 x CP2": Topology(4, _PP2 + _VPP2 + _CP2, families=("dense", *_MOE)),
+    "PP2 x VPP2 x CP2": Topology(
+        4, _PP2 + _VPP2 + _CP2, families=("dense", *_MOE, "gated delta net, GPT")
+    ),
     "DP2 x CP2, distributed optimizer, overlapped reduction": Topology(
         4, _CP2 + _SHARDED, optimizer=tuple(ADAM), fast=("dense",)
     ),

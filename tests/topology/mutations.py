@@ -59,10 +59,23 @@ def _norms_unmarked() -> AbstractContextManager:
     return mock.patch.object(norms._LocalNorm, "__init__", mutated)
 
 
+def _states_forgotten() -> AbstractContextManager:
+    """Recurrent runs below another rank start from zero."""
+    from megatron_tree_cp.ops.gdn import distributed
+
+    stock = distributed.compose_states
+
+    def mutated(*args: Any) -> Any:
+        return [torch.zeros_like(state) for state in stock(*args)]
+
+    return mock.patch.object(distributed, "compose_states", mutated)
+
+
 MUTATIONS: dict[str, Callable[[], AbstractContextManager]] = {
     "loss normalised per rank": _loss_per_rank,
     "padding counted in router losses": _padding_counted,
     "multiplicity forgotten": _multiplicity_forgotten,
     "router losses normalised per rank": _total_per_rank,
     "norms without sequence-parallel mark": _norms_unmarked,
+    "states of other ranks forgotten": _states_forgotten,
 }

@@ -64,9 +64,11 @@ class Probe:
 
     def _setup(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
         model, optimizer, scheduler = stock(*args, **kwargs)
-        if self.weights is not None:
+        if self.weights is None:
+            _slow_decay(model)
+        else:
             load(model, self.weights)
-            optimizer.reload_model_params()
+        optimizer.reload_model_params()
         self.trace.initial = pieces(model, lambda p: p)
         step = optimizer.step
 
@@ -117,6 +119,18 @@ class Probe:
     def _exchange(self, stock: Any, ops: Any) -> Any:
         self.trace.handshakes += any(op.tensor.dtype == torch.int64 for op in ops)
         return stock(ops)
+
+
+def _slow_decay(model: list[torch.nn.Module]) -> None:
+    """Let recurrent states live for tens of tokens: a state of the wrong branch shows only then.
+
+    Megatron starts decays so strong that a state is gone after two tokens.
+    """
+    with torch.no_grad():
+        for chunk in model:
+            for name, parameter in chunk.named_parameters():
+                if name.endswith("A_log"):
+                    parameter -= 5
 
 
 def _complete_gradients(model: list[torch.nn.Module]) -> None:

@@ -10,6 +10,7 @@ import torch
 from tests.oracle.alone import AloneTrainer
 
 from .probe import Probe
+from .stock_gdn import stock_gdn, token_recurrence
 
 
 class TogetherTrainer(AloneTrainer):
@@ -56,10 +57,28 @@ def _stock_parts(stack: Any) -> Any:
     layers = stack.submodules
     layers.attention_layer.submodules.self_attention.submodules.core_attention = DotProductAttention
     layers.moe_layer.module = MoETransformerLayer
+    layers.gdn_layer.submodules.self_attention = stock_gdn(layers.gdn_layer)
     layers.moe_layer.submodules.mlp = get_moe_module_spec_for_backend(
         LocalSpecProvider(), num_experts=1
     )
     return stack
+
+
+def _stock_gpt_layers(config: Any, vp_stage: int | None = None) -> Any:
+    """A GPTModel's layers with stock attention of both kinds: no local spec of Megatron has GDN."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from megatron_tree_cp.megatron.gdn import TreeGatedDeltaNet
+    from megatron_tree_cp.megatron.specs import tree_gpt_layer_spec
+
+    block = tree_gpt_layer_spec(config, vp_stage)
+    for layer in block.layer_specs:
+        attention = layer.submodules.self_attention
+        if attention.module is TreeGatedDeltaNet:
+            layer.submodules.self_attention = stock_gdn(layer)
+        elif hasattr(attention.submodules, "core_attention"):
+            attention.submodules.core_attention = DotProductAttention
+    return block
 
 
 def run_reference(argv: list[str], kind: str, probe: Probe) -> None:
@@ -83,6 +102,11 @@ def run_reference(argv: list[str], kind: str, probe: Probe) -> None:
     if args.hybrid_layer_pattern:
         model = hybrid_config_from_args(args)
         model.hybrid_stack_spec = _stock_parts(make_tree_hybrid_stack_spec())
+        model.transformer.deterministic_mode = True  # the stock layer's kernels without FLA
+    elif args.experimental_attention_variant:
+        model = gpt_config_from_args(args)
+        model.transformer_layer_spec = _stock_gpt_layers
+        model.transformer.deterministic_mode = True
     else:
         model = gpt_config_from_args(args)
         model.transformer_layer_spec = get_gpt_layer_local_spec(
@@ -106,9 +130,10 @@ def run_reference(argv: list[str], kind: str, probe: Probe) -> None:
 
         return trainer.forward_step(iter([planned]), forward)
 
-    pretrain(
-        pretrain_cfg_container_from_args(args, model),
-        trainer,
-        ModelType.encoder_or_decoder,
-        forward_step,
-    )
+    with token_recurrence():
+        pretrain(
+            pretrain_cfg_container_from_args(args, model),
+            trainer,
+            ModelType.encoder_or_decoder,
+            forward_step,
+        )

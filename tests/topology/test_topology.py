@@ -25,6 +25,7 @@ MUTANTS = (
     ("moe", "TP2 x EP2 x CP2", "padding counted in router losses"),
     ("moe", "TP2 x EP2 x CP2", "multiplicity forgotten"),
     ("moe", "TP2 x EP2 x CP2", "router losses normalised per rank"),
+    ("gated delta net", "TP2 x SP x CP2", "states of other ranks forgotten"),
 )
 
 
