@@ -228,7 +228,7 @@ def relative_errors(
     """
     found = {}
     for name, value in want.items():
-        ours = got[name].float().clone()
+        ours = got[name].float().clone(memory_format=torch.contiguous_format)
         if name in SHARDED:
             if rows is not None:
                 ours, value = ours[rows >= 0], value[rows[rows >= 0]]

@@ -29,9 +29,12 @@ def _records(path: str) -> list[dict[str, Any]]:
 
 
 def training_metrics(
-    records: list[dict[str, Any]], reference: list[dict[str, Any]], skip: int
+    records: list[dict[str, Any]], reference: list[dict[str, Any]], skip: int, compare: bool = True
 ) -> dict[str, dict[str, float]]:
-    """Speed of the iterations after the first ``skip``; deviation from a reference over all."""
+    """Speed of the iterations after the first ``skip``; deviation from a reference over all.
+
+    ``compare`` is False for runs that do not start from the reference's weights.
+    """
     if len(records) != len(reference) or len(records) <= skip:
         raise InputError(
             f"runs of {len(records)} and {len(reference)} iterations: equal numbers are compared, "
@@ -45,10 +48,25 @@ def training_metrics(
         "exposed_preparation_ms": spread([r["exposed_preparation_ms"] for r in steady]),
         "peak_memory_gib": spread([r["peak_memory_gib"] for r in steady]),
     }
+    if not compare:
+        return metrics
     for name in ("loss", "grad_norm"):
         off = [abs(a[name] - b[name]) / abs(b[name]) for a, b in zip(records, reference)]
         metrics[f"{name}_relative_difference"] = spread(off)
+    metrics["agreeing_steps"] = {"median": float(agreeing_steps(records, reference))}
     return metrics
+
+
+LOSS_TOLERANCE, NORM_TOLERANCE = 0.005, 0.01
+
+
+def agreeing_steps(records: list[dict[str, Any]], reference: list[dict[str, Any]]) -> int:
+    """First steps whose loss and gradient norm stay within 0.5 % and 1 % of the reference's."""
+    for step, (ours, theirs) in enumerate(zip(records, reference, strict=True)):
+        for name, most in (("loss", LOSS_TOLERANCE), ("grad_norm", NORM_TOLERANCE)):
+            if abs(ours[name] - theirs[name]) > most * abs(theirs[name]):
+                return step
+    return len(records)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,6 +81,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--software", nargs="*", default=[], metavar="NAME=VERSION")
     parser.add_argument("--skip", type=int, default=2)
     parser.add_argument("--against-first", action="store_true")
+    parser.add_argument(
+        "--own-weights",
+        nargs="*",
+        default=[],
+        metavar="VARIANT",
+        help="variants whose initial weights are not the first run's: not compared with it",
+    )
     parser.add_argument("--run", action="append", required=True, metavar="CP:VARIANT:FILE")
     args = parser.parse_args(argv)
     try:
@@ -78,7 +103,9 @@ def main(argv: list[str] | None = None) -> int:
                     preset=args.preset,
                     cp=int(cp),
                     variant=variant,
-                    metrics=training_metrics(records, reference, args.skip),
+                    metrics=training_metrics(
+                        records, reference, args.skip, variant not in args.own_weights
+                    ),
                     hardware=args.hardware,
                     software=dict(entry.split("=", 1) for entry in args.software),
                     commit=args.commit,

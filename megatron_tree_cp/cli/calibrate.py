@@ -79,6 +79,11 @@ def run(args: argparse.Namespace) -> None:
     with ranks(args) as here:
         components = device_components(work, here.device)
         samples: dict[str, list[Sample]] = {}
+
+        def keep() -> None:
+            if args.samples and here.rank == 0:
+                write_atomically(args.samples, samples_text(samples).encode())
+
         if args.from_samples:
             samples = read_samples(args.from_samples)
             for name in samples:
@@ -87,21 +92,20 @@ def run(args: argparse.Namespace) -> None:
                     components += link_components(work, here.device, int(cp_size), None)
         elif here.rank == 0:
             watch = DeviceWatch(here.device, None, args.repeats)
-            samples = collect(components, watch, here.say)
+            collect(components, watch, here.say, samples, keep)
         for cp, group in here.groups.items():
             if here.world > 1:
                 dist.barrier()
             if cp > 1 and here.rank < cp:
                 links = link_components(work, here.device, cp, group)
                 watch = DeviceWatch(here.device, group, args.repeats)
-                samples.update(collect(links, watch, here.say))
+                collect(links, watch, here.say, samples, keep)
                 components += links
         if here.world > 1:
             dist.barrier()
         if here.rank:
             return
-        if args.samples:
-            write_atomically(args.samples, samples_text(samples).encode())
+        keep()
         coefficients, fits = fit_profile(components, samples)
         origin = identity(args, here.device, PACKAGES)
         origin["device"] = origin.pop("hardware")

@@ -12,6 +12,7 @@ rows of exchange i, so the buffer of i is free again for i + 2, with one barrier
 from __future__ import annotations
 
 import math
+import socket
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -79,12 +80,18 @@ class CollectiveTransport:
 class PeerTransport:
     """Copies between the buffers of GPUs that can read each other's memory.
 
-    Creation and growth are collective: the sizes that decide them are equal on all ranks.
+    Creation and growth are collective: the sizes that decide them are equal on all ranks. Raises
+    ValueError on every rank where some ranks cannot read each other's memory.
     """
 
     name: str = "peer"
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        if not one_domain(group, device):
+            raise ValueError(
+                "peer exchange: some ranks of the group cannot read each other's memory (several "
+                "hosts, or no link between GPUs): use the group's own exchange"
+            )
         self.group, self.device = group, device
         self.rank = dist.get_rank(group)
         self._slots: list[_SymmetricBuffer] = []
@@ -150,7 +157,7 @@ def fastest_transport(
     other's memory (several nodes, no NVLink) and on CPU.
     """
     collective = CollectiveTransport(group)
-    if device.type != "cuda" or not _one_domain(group, device):
+    if device.type != "cuda" or not one_domain(group, device):
         return collective
     peer = PeerTransport(group, device)
     cp_size = dist.get_world_size(group)
@@ -181,17 +188,20 @@ def _milliseconds(transport: Transport, send: torch.Tensor, route: Route, calls:
     return (time.perf_counter() - started) / calls * 1e3
 
 
-def _one_domain(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether all ranks of the group sit on one host and reach each other's memory."""
-    import socket
+def one_domain(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks sit on one host and their devices reach each other's memory; collective."""
+    index = device.index or 0
+    places: list[tuple[str, int]] = [("", 0)] * dist.get_world_size(group)
+    dist.all_gather_object(places, (socket.gethostname(), index), group=group)
+    reach = all(
+        host == socket.gethostname()
+        and (device.type == "cpu" or other == index or _peers(index, other))
+        for host, other in places
+    )
+    answers = [False] * len(places)
+    dist.all_gather_object(answers, reach, group=group)
+    return all(answers)
 
-    here = (socket.gethostname(), torch.cuda.current_device())
-    places: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(places, here, group=group)
-    if any(host != here[0] for host, _ in places):
-        return False
-    others = [index for _, index in places if index != here[1]]
-    reach = all(torch.cuda.can_device_access_peer(here[1], index) for index in others)
-    agreed = torch.tensor([int(reach)], device=device)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
-    return bool(agreed.item())
+
+def _peers(one: int, other: int) -> bool:
+    return torch.cuda.can_device_access_peer(one, other)

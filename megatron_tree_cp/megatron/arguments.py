@@ -11,6 +11,7 @@ from typing import Any
 from ..tree.errors import InputError
 
 BACKENDS = ("te", "tree")
+EXCHANGES = ("group", "peer", "auto")
 ATTENTION_IMPLS = ("auto", "repeatable", "reference", "tiled", "flex", "flash")
 
 TREE_ARGS_DEFAULTS: dict[str, Any] = {
@@ -199,6 +200,13 @@ def _add_plan_arguments(add: Any) -> None:
         default="auto",
         metavar="auto|N",
         help="Exchanges a layer is cut into: auto lets the plan choose, 0 is one fused call.",
+    )
+    add(
+        "--tree-exchange",
+        choices=EXCHANGES,
+        default="group",
+        help="How rows travel between CP ranks: the process group's all-to-all (NCCL), copies "
+        "between GPUs of one host (peer), or whichever a short measurement finds faster (auto).",
     )
     add(
         "--tree-attention-impl",

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..comm.context import TreeContext
+from ..comm.transport import Transport
 from ..comm.upload import upload
 from ..ops.gdn.ahead import upload_recurrent_row
 from .routing_statistics import RoutingStatistics, routing_statistics
@@ -82,13 +83,15 @@ def build_batch(
     tp_group=None,
     router_statistics: str | None = None,
     per_sequence: bool = False,
+    transport: Transport | None = None,
 ) -> TreeBatch:
     """Select this CP rank's shard of a planned row and upload it (copies do not block).
 
+    ``transport``: how rows travel between CP ranks; by default the group's own all-to-all.
     ``router_statistics`` (``stored`` or ``logical``) and ``per_sequence`` make what routers weigh
     tokens with; None for a model without experts.
     """
-    context = TreeContext(planned.plan, cp_group, device, tp_group=tp_group)
+    context = TreeContext(planned.plan, cp_group, device, tp_group=tp_group, transport=transport)
     if planned.recurrence is not None:
         upload_recurrent_row(context, planned.recurrence)
     indices = planned.plan.layouts["main"].row_indices(context.rank)

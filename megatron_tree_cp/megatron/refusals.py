@@ -53,6 +53,11 @@ def _text(value: Any) -> str:
     return str(getattr(value, "name", value))
 
 
+def _peer_on_gloo(args: Namespace) -> str:
+    on_gloo = args.tree_exchange == "peer" and args.distributed_backend == "gloo"
+    return "--tree-exchange peer" if on_gloo else ""
+
+
 def _cp_comm_type(args: Namespace) -> str:
     kinds = set(args.cp_comm_type if isinstance(args.cp_comm_type, list) else [args.cp_comm_type])
     return "" if kinds <= {"p2p", "tree"} else f"--cp-comm-type {_text(args.cp_comm_type)}"
@@ -260,6 +265,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "its schedule does not hand the row's plan to the layers",
         "drop it",
     ),
+    Refusal(_peer_on_gloo, "it copies between GPUs", "use --tree-exchange group or auto"),
     Refusal(_set("--use-torch-fsdp2"), "it was not built for tree runs", "drop it"),
     Refusal(_set("--use-megatron-fsdp"), "it was not built for tree runs", "drop it"),
     Refusal(_set("--flash-decode"), "a tree run is training only", "drop it"),

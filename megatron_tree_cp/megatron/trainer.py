@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.agreement import Agreement
+from ..comm.transport import PeerTransport, Transport, fastest_transport
 from .batch import build_batch
 from .checkpoints import PackingLedger
 from .flops import report_row
@@ -75,6 +76,7 @@ class TreeTrainer:
         self._train: RowStream | None = None
         self._valid: RowStream | None = None
         self._agreement: Agreement | None = None
+        self._exchange: Transport | None = None
 
     # -- data -----------------------------------------------------------------------------------
 
@@ -121,13 +123,32 @@ class TreeTrainer:
             tp_group=mpu.get_tensor_model_parallel_group(),
             router_statistics=args.tree_statistics if args.num_experts else None,
             per_sequence="seq_aux_loss" in args.moe_router_load_balancing_type,
+            transport=self._transport(),
         )
         return RowStream(loader, self._agreement, upload, self._first_row if log else None)
+
+    def _transport(self) -> Transport | None:
+        """How rows travel between CP ranks, one for all streams; None for the group's own way."""
+        from megatron.core import parallel_state as mpu
+
+        group = mpu.get_context_parallel_group()
+        if self._exchange is None and dist.get_world_size(group) > 1:
+            device = device_of_rank()
+            if self.args.tree_exchange == "peer":
+                self._exchange = PeerTransport(group, device)
+            elif self.args.tree_exchange == "auto":
+                self._exchange = fastest_transport(group, device)
+                if dist.get_rank() == 0:
+                    print(f"exchanges between CP ranks: {self._exchange.name} (auto)", flush=True)
+        return self._exchange
 
     def _first_row(self, planned: PlannedRow) -> None:
         self.ledger.rows_known(planned.fingerprint)
         if dist.get_rank() == 0:
             print(implementation_table(self.plan.model, self.args, device_of_rank()), flush=True)
+            profile = self.plan.profile
+            if profile is not None:
+                print(f"planner costs   {profile.name}", flush=True)
             print(planned.summary, flush=True)
             print(f"packing fingerprint {planned.fingerprint}", flush=True)
 

@@ -6,7 +6,8 @@ from argparse import Namespace
 from functools import partial
 from typing import Any
 
-from ..plan.profile import load_profile
+from ..plan.profile import CostProfile, load_profile
+from ..plan.shipped_profiles import profile_for
 from ..tree.errors import InputError
 from .model_shape import model_shape_from_config
 from .moe import size_router_log
@@ -79,5 +80,16 @@ def plan_recipe(args: Namespace, model: Any) -> PlanRecipe:
         granule=shard_granule(args),
         model=model_shape_from_config(model.transformer, args.hybrid_layer_pattern),
         waves=None if args.tree_waves == "auto" else args.tree_waves,
-        profile=load_profile(args.tree_profile) if args.tree_profile else None,
+        profile=_profile(args),
     )
+
+
+def _profile(args: Namespace) -> CostProfile:
+    """The profile that was asked for, else the one that ships for this device."""
+    import torch
+
+    if args.tree_profile:
+        return load_profile(args.tree_profile)
+    if args.distributed_backend == "gloo":
+        return CostProfile()
+    return profile_for(torch.cuda.get_device_name())[0]

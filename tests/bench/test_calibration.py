@@ -116,9 +116,16 @@ def components():
     return device_components(WORK, torch.device("cpu"))
 
 
+def gather(components, watch, tell=lambda line: None):
+    samples, kept = {}, []
+    collect(components, watch, tell, samples, lambda: kept.append(len(samples)))
+    assert kept == list(range(1, len(components) + 1))
+    return samples
+
+
 def test_recovers_known_costs(components, tmp_path):
     heard = []
-    samples = collect(components, KnownClock(), heard.append)
+    samples = gather(components, KnownClock(), heard.append)
     assert [line.split(":")[0] for line in heard] == [c.name for c in components]
     fields, fits = fit_profile(components, samples)
     loose = {
@@ -144,11 +151,11 @@ def test_recovers_known_costs(components, tmp_path):
 def test_tiles_are_kept_only_where_they_explain_more(components):
     forward = next(c for c in components if c.name == "attention_forward")
     plain = KnownClock(0.0, forward_hidden_factor=0.0, forward_row_passes=0.0)
-    samples = collect([forward], plain, lambda line: None)["attention_forward"]
+    samples = gather([forward], plain)["attention_forward"]
     known = {"memory_bytes_per_ms": 3e9}
     _, found = fit_component(forward, samples, known)
     assert found["forward_hidden_factor"] < 1e-6
-    with_tiles = collect([forward], KnownClock(0.0), lambda line: None)["attention_forward"]
+    with_tiles = gather([forward], KnownClock(0.0))["attention_forward"]
     tried = fit_component(forward, with_tiles, known)[0].tried
     best = min(tried, key=tried.get)
     assert "hidden_flops" in best and tried[best] < 1e-6

@@ -29,6 +29,7 @@ OPTIONS = {
     "--no-tree-shuffle": False,
     "--tree-allow-new-data": False,
     "--tree-waves": "auto",
+    "--tree-exchange": "group",
     "--tree-attention-impl": "auto",
     "--tree-deterministic": False,
     "--tree-profile": None,

@@ -111,6 +111,10 @@ REFUSED = {
     "jitter": ((*EXPERTS, "--moe-input-jitter-eps", "0.1"), "--moe-input-jitter-eps 0.1"),
     "sinkhorn": ((*EXPERTS, "--moe-router-load-balancing-type", "sinkhorn"), "sinkhorn"),
     "overlap": ((*EXPERTS, "--overlap-moe-expert-parallel-comm"), "does not hand the row's plan"),
+    "peer copies on gloo": (
+        ("--tree-exchange", "peer", "--distributed-backend", "gloo"),
+        "use --tree-exchange group or auto",
+    ),
     "gloo experts": (
         (*EXPERTS, "--distributed-backend", "gloo", "--tensor-model-parallel-size", "2"),
         "use --expert-tensor-parallel-size 1",

@@ -64,14 +64,21 @@ class Stopwatch(Protocol):
 
 
 def collect(
-    components: Sequence[Component], watch: Stopwatch, tell: Callable[[str], None]
-) -> dict[str, list[Sample]]:
-    """The samples of every component, in order; ``tell`` hears one line per component."""
-    found: dict[str, list[Sample]] = {}
+    components: Sequence[Component],
+    watch: Stopwatch,
+    tell: Callable[[str], None],
+    into: dict[str, list[Sample]],
+    keep: Callable[[], None] = lambda: None,
+) -> None:
+    """Put the samples of every component, in order, into ``into``.
+
+    ``tell`` hears one line per component; ``keep`` is called after each, so that a run that is cut
+    short loses no more than the component that it was at.
+    """
     for component in components:
-        found[component.name] = [watch.sample(component.name, case) for case in component.cases()]
-        tell(f"{component.name}: {len(found[component.name])} samples")
-    return found
+        into[component.name] = [watch.sample(component.name, case) for case in component.cases()]
+        tell(f"{component.name}: {len(into[component.name])} samples")
+        keep()
 
 
 def work_with_ramp(samples: Sequence[Sample], ramp: float | None) -> Iterator[dict[str, float]]:
