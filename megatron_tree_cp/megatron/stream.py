@@ -23,6 +23,7 @@ from ..comm.agreement import Agreement, AgreementError
 from ..tree.errors import InputError
 from .batch import TreeBatch
 from .rows import PlannedRow, PlannedRows, RowFailure
+from .watched_rows import WatchedRows
 
 
 def _identity(item):
@@ -74,7 +75,7 @@ def planned_row_loader(
         multiprocessing_context="forkserver",
         worker_init_fn=_end_with_parent,
     )
-    return iter(loader)
+    return WatchedRows(loader)
 
 
 class RowStream:

@@ -33,8 +33,14 @@ def rank_of(process: psutil.Process) -> str | None:
         return None
 
 
-def kill_rank_in_a_step(folder, argv: list[str], rank: int, after: int):
-    """Start two ranks and SIGKILL one after some iterations.
+def data_worker(rank: psutil.Process) -> psutil.Process:
+    """A planner process of a rank: a child of the rank's fork server."""
+    (worker,) = [w for server in rank.children() for w in server.children()]
+    return worker
+
+
+def kill_in_a_step(folder, argv: list[str], rank: int, after: int, choose=lambda found: found):
+    """Start two ranks and SIGKILL one, or what `choose` finds of it, after some iterations.
 
     Returns the finished job, the seconds it took to end, and all its processes.
     """
@@ -46,7 +52,7 @@ def kill_rank_in_a_step(folder, argv: list[str], rank: int, after: int):
     ranks = psutil.Process(process.pid).children()
     everything = psutil.Process(process.pid).children(recursive=True)
     (victim,) = [child for child in ranks if rank_of(child) == str(rank)]
-    victim.send_signal(signal.SIGKILL)
+    choose(victim).send_signal(signal.SIGKILL)
     killed = time.monotonic()
     done = finish(process, folder, LIMIT)
     return done, time.monotonic() - killed, everything
@@ -54,7 +60,7 @@ def kill_rank_in_a_step(folder, argv: list[str], rank: int, after: int):
 
 @pytest.mark.timeout(500)
 def test_killed_rank_ends_the_job_by_name(tmp_path):
-    done, seconds, everything = kill_rank_in_a_step(tmp_path, flags(1000), rank=1, after=2)
+    done, seconds, everything = kill_in_a_step(tmp_path, flags(1000), rank=1, after=2)
     print(f"the job ended {seconds:.1f} s after rank 1 was killed")
     assert done.returncode != 0 and seconds < LIMIT
     # (After a save, one process of Megatron's own checkpoint writer would stay.)
@@ -64,12 +70,23 @@ def test_killed_rank_ends_the_job_by_name(tmp_path):
     assert "rank      : 1 (local_rank: 1)" in cause and "Signal 9 (SIGKILL)" in cause
 
 
+@pytest.mark.timeout(500)
+def test_killed_data_worker_ends_every_rank_with_its_reason(tmp_path):
+    argv = flags(1000)
+    done, seconds, _ = kill_in_a_step(tmp_path, argv, rank=1, after=2, choose=data_worker)
+    print(f"the job ended {seconds:.1f} s after a data worker of rank 1 was killed")
+    assert done.returncode != 0 and seconds < LIMIT
+    for rank in (0, 1):
+        told = [line for line in done.output.splitlines() if line.startswith(f"[rank{rank}]")]
+        assert any("data worker failed" in line for line in told), f"rank {rank}:\n{done.output}"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_job_of_a_killed_rank_resumes_exactly(tmp_path):
     saving = [*flags(8), "--save", str(tmp_path / "ckpt")]
     unbroken = train("tree", 2, tmp_path / "unbroken", flags(8))
-    kill_rank_in_a_step(tmp_path / "killed", saving, rank=0, after=3)
+    kill_in_a_step(tmp_path / "killed", saving, rank=0, after=3)
     lines = (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()
     assert 3 <= len([json.loads(line) for line in lines]) < 8, "not killed in the middle"
     tracker = tmp_path / "ckpt" / "latest_checkpointed_iteration.txt"
