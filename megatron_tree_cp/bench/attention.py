@@ -269,9 +269,15 @@ class AttentionBench:
         return forward, backward
 
     def _tile_ratio(self, stages: AttentionStages, pairs: int) -> float:
-        """Pairs of all touched 128 x 128 tiles of all ranks over the visible pairs."""
-        masks = [stage.mask for stage in (stages.local, *stages.remote) if not stage.empty]
-        touched = sum(int(tile_classes(mask, 128, 128).touched.sum()) for mask in masks)
+        """Pairs of all touched 128 x 128 tiles of all ranks over the visible pairs; the mean of
+        forward and backward where they run apart."""
+        calls = [
+            stage
+            for direction in (stages.forward, stages.backward)
+            for stage in (direction.local, *direction.remote)
+            if not stage.empty
+        ]
+        touched = sum(int(tile_classes(c.mask, 128, 128).touched.sum()) for c in calls) / 2
         total = torch.tensor([touched], dtype=torch.float64, device=self.device)
         if self.group is not None:
             dist.all_reduce(total, group=self.group)

@@ -115,7 +115,7 @@ def picture(
         for layer in plan.model.attention_classes
         for w in range(plan.attention[layer.name].num_waves)
     )
-    waves = ", ".join(f"{name} {part.describe()}" for name, part in plan.attention.items())
+    waves = "; ".join(f"{name} {part.describe()}" for name, part in plan.attention.items())
     share = predicted.total_ms / predicted.candidates[0].total_ms if predicted.candidates else 1
     figures = (
         ("tokens", f"{tree.num_tokens:,}"),

@@ -75,7 +75,8 @@ def plan_record(name: str, plan: RowPlan, planning_ms: float, profile: str) -> d
             "attention": {
                 name: {
                     "window": part.window,
-                    "fused": part.fused,
+                    "forward_fused": part.forward_fused,
+                    "backward_fused": part.backward_fused,
                     "waves": part.num_waves,
                     "exchanges": [exchange.counts.tolist() for exchange in part.exchanges],
                 }
@@ -89,7 +90,7 @@ def plan_record(name: str, plan: RowPlan, planning_ms: float, profile: str) -> d
 def plan_table(name: str, plan: RowPlan, planning_ms: float) -> Table:
     """One row's plan, a line a rank. Times are the cost model's."""
     layout, predicted = plan.layouts["main"], plan.predicted
-    waves = ", ".join(f"{name}: {part.describe()}" for name, part in plan.attention.items())
+    waves = "; ".join(f"{name}: {part.describe()}" for name, part in plan.attention.items())
     table = Table(
         box=box.SIMPLE_HEAD,
         title=f"{name}: {plan.tree.num_tokens:,} tokens, {waves}",

@@ -31,16 +31,26 @@ class RankAttention(ArrayValue):
 class AttentionPlan(ArrayValue):
     """Exchanges and stages of the layer classes that share one window.
 
-    ``fused`` asks for one call over [remote; local] keys after the only exchange; otherwise the
-    local stage runs first and wave after wave follows. ``waves[w]`` are the keys that wave w
-    brings. No waves at all (CP 1, or no rank needs a remote key) means local stages only.
+    A fused direction makes one call over [remote; local] keys of the only exchange; a staged one
+    calls the local stage and the stage of every wave apart. Forward and backward choose apart: both
+    read the same buffers. ``waves[w]`` are the keys that wave w brings. No waves at all (CP 1, or
+    no rank needs a remote key) means local stages only. ``ValueError`` for a fused direction
+    without exactly one wave.
     """
 
     name: str
     window: int | None
-    fused: bool
+    forward_fused: bool
+    backward_fused: bool
     runs: RunTable
     waves: tuple[RemoteKeys, ...]
+
+    def __post_init__(self) -> None:
+        if (self.forward_fused or self.backward_fused) and self.num_waves != 1:
+            raise ValueError(
+                f"{self.name}: a fused direction needs exactly one wave, the plan has "
+                f"{self.num_waves}"
+            )
 
     @property
     def num_waves(self) -> int:
@@ -48,10 +58,14 @@ class AttentionPlan(ArrayValue):
         return len(self.waves)
 
     def describe(self) -> str:
-        """``fused``, ``1 wave``, .., ``no exchange``, for reports."""
-        if self.fused or not self.num_waves:
-            return "fused" if self.fused else "no exchange"
-        return f"{self.num_waves} wave{'s' * (self.num_waves > 1)}"
+        """``fused``, ``1 wave``, .., ``fused forward, 1 wave backward``, .., ``no exchange``."""
+        if not self.num_waves:
+            return "no exchange"
+        waves = f"{self.num_waves} wave{'s' * (self.num_waves > 1)}"
+        forward, backward = (
+            "fused" if fused else waves for fused in (self.forward_fused, self.backward_fused)
+        )
+        return forward if forward == backward else f"{forward} forward, {backward} backward"
 
     @cached_property
     def exchanges(self) -> tuple[ExchangePlan, ...]:

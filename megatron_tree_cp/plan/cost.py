@@ -80,38 +80,42 @@ class CostModel:
         forward = tokens * self.token_forward_ms
         return forward, forward * self.profile.token_backward_factor
 
-    def window_ms(self, window: int | None, loads: StageLoads, fused: bool) -> WindowCost:
+    def window_ms(
+        self, window: int | None, loads: StageLoads, forward_fused: bool, backward_fused: bool
+    ) -> WindowCost:
         """Price of all layers with ``window``: per rank, and synchronised layer by layer."""
         token_forward, token_backward = self.token_ms(loads.queries)
         forward = np.zeros_like(token_forward)
         backward = np.zeros_like(token_forward)
-        total = np.zeros(token_forward.shape[:-1])
+        forward_total = backward_total = np.zeros(token_forward.shape[:-1])
         for layers, rates in self._priced[window]:
-            ahead, back = layer_ms(loads, rates, fused)
+            ahead, back = layer_ms(loads, rates, forward_fused, backward_fused)
             ahead, back = ahead + token_forward, back + token_backward
             forward = forward + layers * ahead
             backward = backward + layers * back
-            total = total + layers * (ahead.max(-1) + back.max(-1))
-        return WindowCost(forward, backward, total)
+            forward_total = forward_total + layers * ahead.max(-1)
+            backward_total = backward_total + layers * back.max(-1)
+        return WindowCost(forward, backward, forward_total, backward_total)
 
     def recurrent_ms(self, loads: RecurrenceLoads) -> WindowCost:
         """Price of all Gated DeltaNet layers, run by run, synchronised layer by layer."""
         token_forward, token_backward = self.token_ms(loads.tokens)
         forward, backward = np.zeros_like(token_forward), np.zeros_like(token_forward)
-        total = 0.0
+        forward_total = backward_total = 0.0
         for layers, rates in self.recurrent_rates:
             ahead, back = rates.layer_ms(loads)
             ahead, back = ahead + token_forward, back + token_backward
             forward = forward + layers * ahead
             backward = backward + layers * back
-            total += layers * float(ahead.max() + back.max())
-        return WindowCost(forward, backward, np.asarray(total))
+            forward_total += layers * float(ahead.max())
+            backward_total += layers * float(back.max())
+        return WindowCost(forward, backward, np.asarray(forward_total), np.asarray(backward_total))
 
     def other_ms(self, tokens: Array) -> WindowCost:
         """Price of the layers that are neither attention nor recurrent."""
         forward, backward = self.token_ms(tokens)
         forward, backward = forward * self.other_layers, backward * self.other_layers
-        return WindowCost(forward, backward, forward.max(-1) + backward.max(-1))
+        return WindowCost(forward, backward, forward.max(-1), backward.max(-1))
 
     def peak_bytes(self, tokens: Array, remote: Sequence[Array]) -> Array:
         """Bytes per rank: kept activations plus the largest working set of one layer.
@@ -143,11 +147,22 @@ class CostModel:
 
 @dataclass(frozen=True, eq=False)
 class WindowCost:
-    """``forward`` and ``backward`` ms per rank [.., cp]; ``total`` ms [..] of the slowest ranks."""
+    """``forward`` and ``backward`` ms per rank [.., cp]; of the slowest ranks, layer by layer,
+    ``forward_total`` and ``backward_total`` ms [..]."""
 
     forward: Array
     backward: Array
-    total: Array
+    forward_total: Array
+    backward_total: Array
+
+    @property
+    def total(self) -> Array:
+        """ms [..] of both directions on the slowest ranks."""
+        return np.asarray(self.forward_total + self.backward_total)
+
+    def with_backward(self, other: WindowCost) -> WindowCost:
+        """This forward and the backward of ``other``, a price of the same loads."""
+        return WindowCost(self.forward, other.backward, self.forward_total, other.backward_total)
 
 
 def local_loads(

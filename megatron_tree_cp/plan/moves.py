@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,11 +14,16 @@ from .unit_chains import ChainState, UnitChains
 from .units import UnitWork
 from .values import Array
 
-Option = tuple[bool, int]
-"""(fused, number of waves)."""
-
 MEAN_WEIGHT = 0.02
 """Weight of the mean rank in the score: moves that shorten waits elsewhere break ties."""
+
+
+class Option(NamedTuple):
+    """How one window's layers run: which directions are fused, and the number of waves."""
+
+    forward_fused: bool
+    backward_fused: bool
+    waves: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +167,7 @@ class Assignment:
                 state.hidden,
                 option,
             )
-            parts.append(self.costs.window_ms(window, loads, option[0]))
+            parts.append(self.costs.window_ms(window, loads, *option[:2]))
         if self.chains is not None:
             parts.append(self.chains.cost(self.tokens, self.costs))
         received = [state.received.sum(-2) for state in self.states]
@@ -193,7 +199,7 @@ class Assignment:
             sent, received = self._traffic_after(state, rank, unit, to)
             arriving.append(received.sum(-2))
             loads = _loads(tokens, local, total, sent, received, state.reached, hidden, option)
-            parts.append(self.costs.window_ms(window, loads, option[0]))
+            parts.append(self.costs.window_ms(window, loads, *option[:2]))
         if self.chains is not None:
             parts.append(self.chains.cost_after(rank, unit, to, tokens, self.costs))
         return np.asarray(_score(self.costs, tokens, parts, arriving))
@@ -250,15 +256,13 @@ def price_seeds(
         names = ("local", "total", "sent", "received", "reached", "hidden")
         stacked = {name: np.stack([getattr(state, name) for state in states]) for name in names}
         received.append(stacked["received"].sum(-2))
-        priced = [
-            costs.window_ms(window, _loads(tokens, option=o, **stacked), o[0]) for o in choices
-        ]
+        priced = _price_options(costs, window, tokens, stacked, choices)
         best = np.argmin(np.stack([cost.total for cost in priced]), 0)
         for chosen, option in zip(best, options):
             option.append(choices[chosen])
         rank_ms = [
             np.stack([getattr(priced[b], side)[n] for n, b in enumerate(best)])
-            for side in ("forward", "backward", "total")
+            for side in vars(priced[0])
         ]
         parts.append(WindowCost(*rank_ms))
     chains = [seed.chains.cost(seed.tokens, costs) for seed in seeds if seed.chains is not None]
@@ -268,6 +272,27 @@ def price_seeds(
         )
     total = costs.other_ms(tokens).total + sum(part.total for part in parts)
     return list(_score(costs, tokens, parts, received)), list(total), options
+
+
+def _price_options(
+    costs: CostModel,
+    window: int | None,
+    tokens: Array,
+    states: dict[str, Array],
+    choices: list[Option],
+) -> list[WindowCost]:
+    """Prices of all ``choices``, of which forward and backward are simulated once a kind."""
+    alike: dict[tuple[bool, int], WindowCost] = {}
+    for fused, waves in dict.fromkeys(
+        (fused, c.waves) for c in choices for fused in (c.forward_fused, c.backward_fused)
+    ):
+        option = Option(fused, fused, waves)
+        loads = _loads(tokens, option=option, **states)
+        alike[fused, waves] = costs.window_ms(window, loads, fused, fused)
+    return [
+        alike[c.forward_fused, c.waves].with_backward(alike[c.backward_fused, c.waves])
+        for c in choices
+    ]
 
 
 def _score(
@@ -298,7 +323,7 @@ def _loads(
 
     Hidden pairs are spread over the stages as the visible ones are.
     """
-    waves = option[1]
+    waves = option.waves
     remote = np.maximum(total - local, 0)[..., None, :] / waves
     share = hidden / np.maximum(total, 1)
     return StageLoads(

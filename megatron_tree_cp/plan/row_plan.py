@@ -107,7 +107,8 @@ class RowPlan(ArrayValue):
         for name, layout in self.layouts.items():
             add(f"layout {name} granule={layout.granule}", *layout.ranges)
         for name, plan in self.attention.items():
-            add(f"attention {name} window={plan.window} fused={plan.fused} waves={plan.num_waves}")
+            fused = f"fused={plan.forward_fused},{plan.backward_fused}"
+            add(f"attention {name} window={plan.window} {fused} waves={plan.num_waves}")
             for exchange in plan.exchanges:
                 add(
                     "exchange",

@@ -1,4 +1,7 @@
-"""How the remote keys of a layout travel: fused or in waves, chosen by predicted time."""
+"""How the remote keys of a layout travel: fused or in waves, chosen by predicted time.
+
+With one exchange forward and backward are fused or staged apart: neither depends on the other.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ class WindowSchedule:
     """The chosen waves of one window, what they carry and cost, and what else was priced."""
 
     window: int | None
-    fused: bool
+    forward_fused: bool
+    backward_fused: bool
     waves: tuple[RemoteKeys, ...]
     loads: StageLoads
     cost: WindowCost
@@ -34,7 +38,8 @@ class WindowSchedule:
 
     def plan(self, name: str, runs: RunTable) -> AttentionPlan:
         """The attention plan of this choice."""
-        return AttentionPlan(name, self.window, self.fused, runs, self.waves)
+        fused = (self.forward_fused, self.backward_fused)
+        return AttentionPlan(name, self.window, *fused, runs, self.waves)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +75,7 @@ class Schedule:
 
 
 def schedule(tree: PackedTree, layout: Layout, costs: CostModel, waves: int | None) -> Schedule:
-    """Choose the waves of every window; ``waves`` None is free, 0 fused, N forces N."""
+    """Choose the waves of every window; ``waves`` None is free, 0 fused, N forces N staged."""
     runs = RunTable(tree, layout)
     windows = tuple(_schedule_window(runs, window, costs, waves) for window in costs.windows)
     tokens = windows[0].loads.queries if windows else local_loads(runs, None)[0]
@@ -88,30 +93,37 @@ def _schedule_window(
     local = local_loads(runs, window, costs.profile)
     tried: list[WindowSchedule] = []
 
-    def price(name: str, parts: tuple[RemoteKeys, ...], fused: bool = False) -> float:
+    def add(name: str, found: WindowSchedule) -> WindowSchedule:
+        note = Candidate(f"window {window}: {name}", float(found.cost.total))
+        tried.append(replace(found, candidates=(note,)))
+        return found
+
+    def price(name: str, parts: tuple[RemoteKeys, ...], fused: bool = False) -> WindowSchedule:
         # Fused and one wave move the same keys: their loads are the same.
         same = [t for t in tried if len(t.waves) == len(parts) == 1]
         loads = same[0].loads if same else stage_loads(runs, parts, window, local, costs.profile)
-        cost = costs.window_ms(window, loads, fused)
-        note = (Candidate(f"window {window}: {name}", float(cost.total)),)
-        tried.append(WindowSchedule(window, fused, parts, loads, cost, note))
-        return float(cost.total)
+        cost = costs.window_ms(window, loads, fused, fused)
+        return add(name, WindowSchedule(window, fused, fused, parts, loads, cost, ()))
 
     if runs.cp_size == 1 or (waves is None and not len(keys)):
         price("local", ())
-    if waves in (None, 0) and not tried:
+    elif waves == 0:
         price("fused", (keys,), fused=True)
-    if waves is None and len(keys):
-        best, count = price("1 wave", (keys,)), 1
+    elif waves is None:
+        fused = price("fused", (keys,), fused=True)
+        one = price("1 wave", (keys,))
+        add("fused forward, 1 wave backward", _mixed(fused, one))
+        add("1 wave forward, fused backward", _mixed(one, fused))
+        best, count = float(one.cost.total), 1
         while count < MAX_WAVES:
             # Launches grow and waits shrink with the count: the first rise is the end.
             parts = split_waves(keys, runs, count + 1, "tokens")
-            total = price(f"{count + 1} waves by tokens", parts)
+            total = float(price(f"{count + 1} waves by tokens", parts).cost.total)
             if total >= best:
                 break
             best, count = total, count + 1
         _price_distance(price, keys, runs, max(count, 2))
-    elif waves and not tried:
+    else:
         price(f"{waves} waves by tokens", split_waves(keys, runs, waves, "tokens"))
         _price_distance(price, keys, runs, waves)
     chosen = min(tried, key=lambda t: float(t.cost.total))
@@ -119,8 +131,15 @@ def _schedule_window(
     return replace(chosen, candidates=notes)
 
 
+def _mixed(ahead: WindowSchedule, back: WindowSchedule) -> WindowSchedule:
+    """The forward of one schedule and the backward of another over the same exchange."""
+    return replace(
+        ahead, backward_fused=back.backward_fused, cost=ahead.cost.with_backward(back.cost)
+    )
+
+
 def _price_distance(
-    price: Callable[[str, tuple[RemoteKeys, ...]], float],
+    price: Callable[[str, tuple[RemoteKeys, ...]], WindowSchedule],
     keys: RemoteKeys,
     runs: RunTable,
     count: int,

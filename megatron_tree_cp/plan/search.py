@@ -90,8 +90,9 @@ def search_layout(
 
 def _choices(waves: int | None) -> list[Option]:
     if waves is None:
-        return [(True, 1), (False, 1), (False, 2), (False, MAX_WAVES)]
-    return [(waves == 0, max(waves, 1))]
+        alike = [Option(True, True, 1)] + [Option(False, False, n) for n in (1, 2, MAX_WAVES)]
+        return [*alike, Option(True, False, 1), Option(False, True, 1)]
+    return [Option(waves == 0, waves == 0, max(waves, 1))]
 
 
 def _excess(found: Schedule, costs: CostModel) -> float:

@@ -2,6 +2,7 @@
 
 Forward: pack, issue every wave's exchange at once, local stage, then each wave as it arrives.
 Backward: remote stages first, each return overlapping the next stage, the local stage last.
+A fused direction makes one call instead, after the only exchange (forward) or before it (backward).
 All arrays may carry leading batch axes, so that a search prices many candidates in one call.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -152,102 +154,166 @@ def exchange_ms(sent: Array, received: Array, row_bytes: float, profile: CostPro
 
 
 def layer_ms(
-    loads: StageLoads, rates: LayerRates, fused: bool, record: Recorder | None = None
+    loads: StageLoads,
+    rates: LayerRates,
+    forward_fused: bool,
+    backward_fused: bool,
+    record: Recorder | None = None,
 ) -> tuple[Array, Array]:
     """(forward, backward) ms of one layer's attention, each [.., cp], waits included.
 
-    ``record`` is told of every step, in the executor's order.
+    A fused direction makes one call over all keys of its single exchange and its own; the other
+    direction does not depend on it. ``record`` is told of every step, in the executor's order.
     """
-    num_waves = loads.pairs.shape[-2]
-    entries = loads.sent.shape[-3]
-    profile, kv_bytes, output_bytes = rates.profile, rates.kv_bytes, rates.output_bytes
-    wire = exchange_ms(loads.sent, loads.received, kv_bytes, profile)
-    repeats = num_waves // max(entries, 1)
-    sent = loads.sent.sum((-3, -2)) * repeats
-    pack = rates.step_ms(sent, profile.pack_passes * kv_bytes, profile.pack_launch_ms * num_waves)
-    delta = rates.step_ms(
-        loads.queries, profile.delta_passes * output_bytes, profile.delta_launch_ms
+    layer = _Layer(loads, rates, record)
+    return (
+        layer.forward_fused() if forward_fused else layer.forward_staged(),
+        layer.backward_fused() if backward_fused else layer.backward_staged(),
     )
-    accumulate = rates.step_ms(
-        sent, profile.accumulate_passes * kv_bytes, profile.accumulate_launch_ms * num_waves
-    )
-    start = pack.max(-1, keepdims=True)
-    local_keys = loads.queries
 
-    def note(direction: str, kind: str, wave: int, begin: Array, end: Array) -> None:
-        if record is not None:
-            record(direction, kind, wave, begin, end)
 
-    def beside(begin: Array, end: Array, busy_from: Array, busy_to: Array) -> Array:
+class _Layer:
+    """Both directions of one layer: what they share, and the steps of each, fused and staged."""
+
+    def __init__(self, loads: StageLoads, rates: LayerRates, record: Recorder | None) -> None:
+        self.loads, self.rates, self.record = loads, rates, record
+        self.profile = profile = rates.profile
+        self.num_waves = loads.pairs.shape[-2]
+        self.entries = loads.sent.shape[-3]
+        self.repeats = self.num_waves // max(self.entries, 1)
+        self.wire = exchange_ms(loads.sent, loads.received, rates.kv_bytes, profile)
+        self.sent = loads.sent.sum((-3, -2)) * self.repeats
+        self.local = StageLoad(loads.local_pairs, loads.local_hidden, loads.queries, loads.queries)
+
+    def note(self, direction: str, kind: str, wave: int, begin: Array, end: Array) -> None:
+        if self.record is not None:
+            self.record(direction, kind, wave, begin, end)
+
+    def beside(self, begin: Array, end: Array, busy_from: Array, busy_to: Array) -> Array:
         """``end`` of a step, delayed by an exchange that runs beside it."""
-        if not profile.exchange_contention:
+        contention = self.profile.exchange_contention
+        if not contention:
             return end
         shared = np.minimum(end, busy_to) - np.maximum(begin, busy_from)
-        return np.asarray(end + profile.exchange_contention * np.maximum(shared, 0.0))
+        return np.asarray(end + contention * np.maximum(shared, 0.0))
 
-    note("forward", "pack", -1, np.zeros_like(pack), pack)
-    note("backward", "delta", -1, np.zeros_like(delta), delta)
-    if fused:
-        received = loads.received.sum((-3, -2)) * repeats
-        stage = StageLoad(
-            loads.local_pairs + loads.pairs.sum(-2),
-            None if loads.hidden is None else loads.local_hidden + loads.hidden.sum(-2),
-            loads.queries,
-            local_keys + received,
-        )
-        arrive = start + wire.sum(-1)[..., None]
-        gather = rates.step_ms(
-            stage.keys, profile.assemble_passes * kv_bytes, profile.assemble_launch_ms
-        )
-        ready = np.maximum(arrive, pack)
-        assembled = ready + gather
-        forward = assembled + rates.stage_ms(stage)
-        clock = delta + gather + rates.stage_ms(stage, backward=True)
-        begin = clock.max(-1, keepdims=True)
-        returned = begin + wire.sum(-1)[..., None]
-        note("forward", "exchange", 0, start, arrive)
-        note("forward", "assemble", -1, ready, assembled)
-        note("forward", "fused", 0, assembled, forward)
-        note("backward", "assemble", -1, delta, delta + gather)
-        note("backward", "fused", 0, delta + gather, clock)
-        note("backward", "exchange", 0, begin, returned)
-        ready = np.where(sent > 0, np.maximum(clock, returned), clock)
-        note("backward", "accumulate", -1, ready, ready + accumulate)
-        return forward, ready + accumulate
-    local = StageLoad(loads.local_pairs, loads.local_hidden, loads.queries, local_keys)
-    last = start + wire.sum(-1)[..., None] * repeats
-    forward = beside(pack, pack + rates.stage_ms(local), start, last)
-    note("forward", "local", -1, pack, forward)
-    arrive, backward, returned = start, delta, np.zeros_like(start)
-    begin = returned
-    for w in range(num_waves):
-        step = wire[..., min(w, entries - 1), None]
-        received = loads.received[..., min(w, entries - 1), :, :].sum(-2)
-        part = StageLoad(
+    def wave(self, w: int) -> tuple[Array, StageLoad]:
+        """(ms of the exchange [.., 1], load of the stage) of wave ``w``."""
+        loads, entry = self.loads, min(w, self.entries - 1)
+        return self.wire[..., entry, None], StageLoad(
             loads.pairs[..., w, :],
             None if loads.hidden is None else loads.hidden[..., w, :],
             loads.reached[..., w, :],
-            received,
+            loads.received[..., entry, :, :].sum(-2),
         )
-        note("forward", "exchange", w, arrive, arrive + step)
-        arrive = arrive + step
-        ready = np.where(received > 0, np.maximum(forward, arrive), forward)
-        computed = beside(ready, ready + rates.stage_ms(part, remote=True), start, last)
-        forward = computed + rates.step_ms(
-            part.queries, profile.merge_passes * output_bytes, profile.merge_launch_ms
+
+    @cached_property
+    def fused(self) -> StageLoad:
+        """The only call of a fused direction."""
+        loads = self.loads
+        return StageLoad(
+            loads.local_pairs + loads.pairs.sum(-2),
+            None if loads.hidden is None else loads.local_hidden + loads.hidden.sum(-2),
+            loads.queries,
+            loads.queries + loads.received.sum((-3, -2)) * self.repeats,
         )
-        note("forward", "remote", w, ready, computed)
-        note("forward", "merge", w, computed, forward)
-        before = backward
-        backward = before + rates.stage_ms(part, backward=True, remote=True)
-        backward = beside(before, backward, begin, returned)
-        note("backward", "remote", w, before, backward)
-        begin = np.maximum(returned, backward.max(-1, keepdims=True))
-        returned = begin + step
-        note("backward", "exchange", w, begin, returned)
-    before = backward
-    backward = beside(before, before + rates.stage_ms(local, backward=True), begin, returned)
-    note("backward", "local", -1, before, backward)
-    ready = np.where(sent > 0, np.maximum(backward, returned), backward)
-    note("backward", "accumulate", -1, ready, ready + accumulate)
-    return forward, ready + accumulate
+
+    @cached_property
+    def assemble(self) -> Array:
+        """ms of putting the keys and values of that call together."""
+        return self.rates.step_ms(
+            self.fused.keys,
+            self.profile.assemble_passes * self.rates.kv_bytes,
+            self.profile.assemble_launch_ms,
+        )
+
+    def pack(self) -> tuple[Array, Array]:
+        """(end of the pack per rank, start of the exchanges [.., 1])."""
+        pack = self.rates.step_ms(
+            self.sent,
+            self.profile.pack_passes * self.rates.kv_bytes,
+            self.profile.pack_launch_ms * self.num_waves,
+        )
+        self.note("forward", "pack", -1, np.zeros_like(pack), pack)
+        return pack, pack.max(-1, keepdims=True)
+
+    def delta(self) -> Array:
+        """End of the row sums, with which a backward begins."""
+        delta = self.rates.step_ms(
+            self.loads.queries,
+            self.profile.delta_passes * self.rates.output_bytes,
+            self.profile.delta_launch_ms,
+        )
+        self.note("backward", "delta", -1, np.zeros_like(delta), delta)
+        return delta
+
+    def accumulate(self, computed: Array, returned: Array) -> Array:
+        """End of a backward whose last stage ends at ``computed``: adding what came back."""
+        ready = np.where(self.sent > 0, np.maximum(computed, returned), computed)
+        end = ready + self.rates.step_ms(
+            self.sent,
+            self.profile.accumulate_passes * self.rates.kv_bytes,
+            self.profile.accumulate_launch_ms * self.num_waves,
+        )
+        self.note("backward", "accumulate", -1, ready, end)
+        return np.asarray(end)
+
+    def forward_fused(self) -> Array:
+        pack, start = self.pack()
+        arrive = start + self.wire.sum(-1)[..., None]
+        self.note("forward", "exchange", 0, start, arrive)
+        ready = np.maximum(arrive, pack)
+        assembled = ready + self.assemble
+        self.note("forward", "assemble", -1, ready, assembled)
+        end = assembled + self.rates.stage_ms(self.fused)
+        self.note("forward", "fused", 0, assembled, end)
+        return np.asarray(end)
+
+    def backward_fused(self) -> Array:
+        delta = self.delta()
+        assembled = delta + self.assemble
+        self.note("backward", "assemble", -1, delta, assembled)
+        computed = assembled + self.rates.stage_ms(self.fused, backward=True)
+        self.note("backward", "fused", 0, assembled, computed)
+        begin = computed.max(-1, keepdims=True)
+        returned = begin + self.wire.sum(-1)[..., None]
+        self.note("backward", "exchange", 0, begin, returned)
+        return self.accumulate(computed, returned)
+
+    def forward_staged(self) -> Array:
+        profile, rates = self.profile, self.rates
+        pack, start = self.pack()
+        last = start + self.wire.sum(-1)[..., None] * self.repeats
+        end = self.beside(pack, pack + rates.stage_ms(self.local), start, last)
+        self.note("forward", "local", -1, pack, end)
+        arrive = start
+        for w in range(self.num_waves):
+            step, part = self.wave(w)
+            self.note("forward", "exchange", w, arrive, arrive + step)
+            arrive = arrive + step
+            ready = np.where(part.keys > 0, np.maximum(end, arrive), end)
+            computed = self.beside(ready, ready + rates.stage_ms(part, remote=True), start, last)
+            end = computed + rates.step_ms(
+                part.queries, profile.merge_passes * rates.output_bytes, profile.merge_launch_ms
+            )
+            self.note("forward", "remote", w, ready, computed)
+            self.note("forward", "merge", w, computed, end)
+        return end
+
+    def backward_staged(self) -> Array:
+        clock = self.delta()
+        begin = returned = np.zeros_like(clock.max(-1, keepdims=True))
+        for w in range(self.num_waves):
+            step, part = self.wave(w)
+            before = clock
+            clock = before + self.rates.stage_ms(part, backward=True, remote=True)
+            clock = self.beside(before, clock, begin, returned)
+            self.note("backward", "remote", w, before, clock)
+            begin = np.maximum(returned, clock.max(-1, keepdims=True))
+            returned = begin + step
+            self.note("backward", "exchange", w, begin, returned)
+        before = clock
+        clock = before + self.rates.stage_ms(self.local, backward=True)
+        clock = self.beside(before, clock, begin, returned)
+        self.note("backward", "local", -1, before, clock)
+        return self.accumulate(clock, returned)

@@ -70,7 +70,9 @@ def layer_timelines(plan: RowPlan, profile: CostProfile) -> tuple[LayerTimeline,
                 if end[rank] > begin[rank]
             )
 
-        forward, backward = layer_ms(loads, costs.rates(layer), part.fused, record)
+        forward, backward = layer_ms(
+            loads, costs.rates(layer), part.forward_fused, part.backward_fused, record
+        )
         ahead, back = costs.token_ms(loads.queries)
         record("forward", "tokens", -1, forward, forward + ahead)
         record("backward", "tokens", -1, backward, backward + back)

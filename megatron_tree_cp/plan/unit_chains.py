@@ -225,7 +225,7 @@ def chains_ms(tokens: Array, loads: ChainLoads, costs: CostModel) -> WindowCost:
     profile = costs.profile
     ahead, back = costs.token_ms(tokens)
     forward, backward = np.zeros_like(ahead), np.zeros_like(ahead)
-    total = np.zeros(ahead.shape[:-1])
+    forward_total = backward_total = np.zeros(ahead.shape[:-1])
     latency, rate = profile.exchange_rates(tokens.shape[-1])
     crosses = loads.incoming.any(-1, keepdims=True)
     turn = profile.gdn_pass_backward_factor
@@ -248,5 +248,6 @@ def chains_ms(tokens: Array, loads: ChainLoads, costs: CostModel) -> WindowCost:
         two = two + np.where(crosses, np.maximum(walk + extra, back_again), walk)
         forward = forward + layers * one
         backward = backward + layers * two
-        total = total + layers * (one.max(-1) + two.max(-1))
-    return WindowCost(forward, backward, total)
+        forward_total = forward_total + layers * one.max(-1)
+        backward_total = backward_total + layers * two.max(-1)
+    return WindowCost(forward, backward, forward_total, backward_total)

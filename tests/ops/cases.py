@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ class Case:
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
     waves: int | None = None
+    fused: tuple[bool, bool] | None = None
+    """Which directions are fused, with one wave; None leaves what the plan chose."""
     granule: int = 1
     pieces: int | None = None
     """Cut the row at random into so many pieces with random owners; None lets the plan choose."""
@@ -63,10 +65,13 @@ def cases(draw, cp_size: int):
     """A random case for `cp_size` ranks."""
     lengths, parents = draw(trees())
     query_heads, kv_heads = draw(st.sampled_from([(4, 2), (4, 1), (3, 3), (6, 2)]))
+    waves = draw(st.sampled_from([None, 0, 1, 2, 3]))
+    mixed = waves == 1 and cp_size > 1
     return Case(
         lengths,
         parents,
-        waves=draw(st.sampled_from([None, 0, 1, 2, 3])),
+        waves=waves,
+        fused=draw(st.sampled_from([None, (True, False), (False, True)])) if mixed else None,
         granule=draw(st.sampled_from([1, 4])),
         pieces=draw(st.sampled_from([None, 1, 3, 9])),
         owners=draw(st.sampled_from([None, max(1, cp_size - 1)])),
@@ -105,7 +110,15 @@ def build_plan(case: Case, cp_size: int):
         owner = rng.integers(0, case.owners or cp_size, len(cuts) - 1)
         options = {"layout": Layout.from_pieces(cuts, owner, cp_size, case.granule)}
     model = ModelShape(classes=tuple(classes))
-    return plan_row(tree, cp_size, model, waves=case.waves, **options)
+    plan = plan_row(tree, cp_size, model, waves=case.waves, **options)
+    if case.fused is None:
+        return plan
+    forward, backward = case.fused
+    attention = {
+        name: replace(part, forward_fused=forward, backward_fused=backward)
+        for name, part in plan.attention.items()
+    }
+    return replace(plan, attention=attention)
 
 
 @dataclass

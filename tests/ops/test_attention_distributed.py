@@ -15,6 +15,10 @@ from tests.ops.cases import Case, build_plan, cases, check_case, make_row, run_r
 
 LENGTHS, PARENTS = (9, 5, 1, 7, 3, 6, 2), (-1, 0, 1, 0, 3, -1, 5)
 CROSSING = Case(LENGTHS, PARENTS, pieces=7, window=4, sink="learnable", seed=3)
+# Cut so that every rank receives keys, on CP2 and on CP4.
+BOTH_WAYS = replace(CROSSING, pieces=12, waves=1, seed=25)
+
+DIRECTIONS = [(forward, backward) for forward in (False, True) for backward in (False, True)]
 
 EXPLICIT = [
     CROSSING,
@@ -47,6 +51,64 @@ def test_explicit_cases(cp_size):
 
 
 @pytest.mark.parametrize("cp_size", [2, 4])
+def test_directions_run_fused_and_staged_apart(cp_size):
+    some = replace(BOTH_WAYS, granule=4)
+    batch = [
+        replace(case, fused=fused)
+        for fused in DIRECTIONS
+        for case in (
+            some,
+            replace(some, window=None, sink="off-by-one", value_dim=6),
+            replace(some, owners=1, sink="vanilla"),  # nothing travels, other ranks are empty
+            replace(some, window=None, dtype=torch.bfloat16),
+        )
+    ]
+    run_ranks(cp_size, _check_all, batch, timeout=60)
+
+
+def _calls_and_kept(rank, world_size, case):
+    """For every choice of directions: keys per kernel call forward and backward, shapes kept."""
+    from megatron_tree_cp.ops.attention import tiled
+
+    calls, kept, results = [], [], []
+    for name in ("forward", "backward"):
+        stock, place = getattr(tiled, name), 1 if name == "forward" else 2
+
+        def counted(*arguments, name=name, stock=stock, place=place):
+            calls.append((name, len(arguments[place])))
+            return stock(*arguments)
+
+        setattr(tiled, name, counted)
+
+    def keep(x):
+        kept.append(tuple(x.shape))
+        return x
+
+    for fused in DIRECTIONS:
+        ctx = TreeContext(
+            build_plan(replace(case, fused=fused), world_size), dist.group.WORLD, "cpu"
+        )
+        calls.clear()
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            run_rank(case, make_row(case), ctx)
+        results.append((fused, list(calls), list(kept)))
+    (exchange,) = ctx.plan.attention_class(None).exchanges
+    return ctx.num_real, sum(exchange.rank(rank).recv_counts), results
+
+
+def test_each_direction_makes_its_own_calls_and_keeps_the_same_buffers():
+    case = replace(BOTH_WAYS, window=None, impl="tiled")
+    for own, received, results in run_ranks(2, _calls_and_kept, case, timeout=60):
+        assert own and received
+        for (forward, backward), calls, kept in results:
+            ahead = [received + own] if forward else [own, received]
+            back = [received + own] if backward else [received, own]
+            assert calls == [("forward", n) for n in ahead] + [("backward", n) for n in back]
+            assert kept == results[0][2]
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
 def test_random_cases(cp_size):
     # Many cases a spawn; no shrinking, since a failing rank names its case.
     @settings(max_examples=3, phases=[Phase.generate])
@@ -66,9 +128,11 @@ def _repeat(rank, world_size, case):
     return [name for name in first if not torch.equal(first[name], second[name])]
 
 
-@pytest.mark.parametrize("waves", [0, 2])
-def test_bitwise_repeatable(waves):
-    case = Case((300, 200, 250, 40), (-1, 0, 0, 2), waves=waves, pieces=9, dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("waves", "fused"), [(0, None), (1, (True, False)), (1, (False, True)), (2, None)]
+)
+def test_bitwise_repeatable(waves, fused):
+    case = Case((300, 200, 250, 40), (-1, 0, 0, 2), waves, fused, pieces=9, dtype=torch.float32)
     assert run_ranks(3, _repeat, case, timeout=60) == [[], [], []]
 
 
@@ -91,6 +155,7 @@ def _record_collectives(rank, world_size, batch):
 
 def test_every_rank_calls_the_same_collectives():
     batch = [replace(CROSSING, waves=w, owners=2, granule=2) for w in (0, 1, 2)]
+    batch += [replace(BOTH_WAYS, fused=f, owners=2, granule=2) for f in DIRECTIONS]
     batch.append(Case((1,), (-1,), waves=1))
     calls = run_ranks(4, _record_collectives, batch, timeout=60)
     assert calls[0]

@@ -78,7 +78,10 @@ def last_wave_dropped(patches, row):
 
     def fewer(ctx, window):
         built = stock(ctx, window)
-        return replace(built, exchanges=built.exchanges[:-1], remote=built.remote[:-1])
+        forward, backward = (
+            replace(d, remote=d.remote[:-1]) for d in (built.forward, built.backward)
+        )
+        return replace(built, exchanges=built.exchanges[:-1], forward=forward, backward=backward)
 
     patches.set(distributed, "attention_stages", fewer)
 

@@ -136,7 +136,7 @@ def test_own_keys_are_diagonal_and_received_keys_are_not():
 
     tree = PackedTree([150, 30, 1, 80], [-1, 0, 0, -1])
     context = TreeContext(plan_row(tree, 1), None, "cpu")
-    mask = attention_stages(context, None).local.mask
+    mask = attention_stages(context, None).forward.local.mask
     assert mask.diagonal and torch.equal(mask.lo, torch.arange(261, dtype=torch.int32))
     halves = Layout(261, (np.array([[0, 140]]), np.array([[140, 261]])), 1)
     for fused in (0, 1):

@@ -99,7 +99,8 @@ def check_plan(plan):
     for attention in plan.attention.values():
         window = attention.window
         assert len(attention.exchanges) == attention.num_waves
-        assert attention.num_waves == 1 or not attention.fused
+        fused = attention.forward_fused or attention.backward_fused
+        assert attention.num_waves == 1 or not fused
         covered = np.zeros((tree.num_tokens, tree.num_tokens), int)
         pairs = np.zeros(plan.cp_size, int)
         for rank in range(plan.cp_size):

@@ -26,10 +26,11 @@ def test_plan_covers_the_mask(cp_size, waves):
     check_plan(plan)
     for attention in plan.attention.values():
         if cp_size > 1 and waves is not None:
-            assert attention.fused == (waves == 0)
+            assert attention.forward_fused == attention.backward_fused == (waves == 0)
             assert attention.num_waves == max(waves, 1)
         elif cp_size == 1:
-            assert attention.num_waves == 0 and not attention.fused
+            assert attention.num_waves == 0
+            assert not attention.forward_fused and not attention.backward_fused
 
 
 @settings(SETTINGS, max_examples=40)

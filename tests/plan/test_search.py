@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_tree_cp.bench.presets import preset_tree
 from megatron_tree_cp.plan import CostProfile, LayerClass, Layout, ModelShape, plan_row
 from megatron_tree_cp.plan.cost import CostModel, local_loads, stage_loads
-from megatron_tree_cp.plan.moves import Assignment, price_seeds
+from megatron_tree_cp.plan.moves import Assignment, Option, price_seeds
 from megatron_tree_cp.plan.remote import remote_keys
 from megatron_tree_cp.plan.runs import RunTable, join_only_children, windowed_pairs
 from megatron_tree_cp.plan.search import ComputeBefore, contiguous_cuts
@@ -75,7 +75,7 @@ def test_assignments_and_moves_are_priced_exactly(name):
         assert np.array_equal(loads.sent[0], aggregate.sent)
         assert np.array_equal(loads.received[0], aggregate.received)
         assert np.array_equal(keys[0].counts(runs).T, aggregate.fetched)
-    options = [(False, 2), (True, 1)]
+    options = [Option(False, False, 2), Option(True, False, 1)]
     mine = np.flatnonzero(owner == 1)
     unit, to = np.repeat(mine, 3), np.tile([0, 2, 3], len(mine))
     scores = state.price_moves(1, unit, to, options)
@@ -99,7 +99,7 @@ def test_a_moved_assignment_equals_a_fresh_one(name, ranks_per_node):
     works, sizes = unit_work(tree, cuts, WINDOWS), np.diff(cuts)
     rng = np.random.default_rng(2)
     state = Assignment(rng.integers(0, 3, len(sizes)), sizes, works, costs, 4)  # rank 3 is empty
-    options = [(False, 2), (True, 1)]
+    options = [Option(False, False, 2), Option(False, True, 1)]
     for step in range(12):
         unit = int(rng.integers(len(sizes)))
         rank = int(state.owner[unit])
@@ -124,7 +124,13 @@ def test_seeds_price_alike_together_and_alone():
     works, sizes = unit_work(tree, cuts, WINDOWS), np.diff(cuts)
     rng = np.random.default_rng(3)
     seeds = [Assignment(rng.integers(0, n, len(sizes)), sizes, works, COSTS, 4) for n in (1, 3, 4)]
-    choices = [(True, 1), (False, 1), (False, 3)]
+    choices = [
+        Option(True, True, 1),
+        Option(False, False, 1),
+        Option(True, False, 1),
+        Option(False, True, 1),
+        Option(False, False, 3),
+    ]
     scores, totals, options = price_seeds(seeds, choices)
     for seed, score, total, option in zip(seeds, scores, totals, options):
         alone, parts = seed.price(option)

@@ -1,5 +1,6 @@
 """The simulated order of one layer, against hand calculations."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -52,7 +53,7 @@ def traffic(counts, profile):
 def test_waves_overlap_the_local_stage():
     # Rank 0 sends 4 rows (8 bytes: 4 ms + 3 ms latency) to rank 1 in each of two waves.
     work = loads([10, 2], [[0, 6], [0, 5]], [[[0, 4], [0, 0]]] * 2)
-    forward, backward = layer_ms(work, rates(), fused=False)
+    forward, backward = layer_ms(work, rates(), False, False)
     # Rank 1: local till 2, wave 0 arrives at 7, computes till 13, wave 1 arrives at 14, till 19.
     assert forward == pytest.approx([10, 19])
     # Rank 1: remote stages till 15 and 27.5, local till 32.5. Returns: 15 + 7, 27.5 + 7 = 34.5.
@@ -61,10 +62,29 @@ def test_waves_overlap_the_local_stage():
 
 def test_fused_waits_and_returns_at_the_end():
     work = loads([10, 2], [[0, 11]], [[[0, 8], [0, 0]]])
-    forward, backward = layer_ms(work, rates(), fused=True)
+    forward, backward = layer_ms(work, rates(), True, True)
     # 16 bytes: 8 ms + 3 ms latency, then 13 pairs on rank 1.
     assert forward == pytest.approx([21, 24])
     assert backward == pytest.approx([32.5 + 11, 32.5])
+
+
+def test_directions_are_priced_by_their_own_flag():
+    work = loads([10, 2], [[0, 11]], [[[0, 8], [0, 0]]])
+    # Staged, rank 1: own stage till 2, rows at 11, 11 pairs. Backward: 27.5, rows home at 38.5.
+    ahead = {True: [21, 24], False: [10, 22]}
+    back = {True: [43.5, 32.5], False: [38.5, 32.5]}
+    kinds = {True: {"fused", "assemble"}, False: {"local", "remote"}}
+    seen = {"forward": set(), "backward": set()}
+    for fused in itertools.product((True, False), repeat=2):
+        for steps in seen.values():
+            steps.clear()
+        forward, backward = layer_ms(
+            work, rates(), *fused, lambda direction, kind, *_: seen[direction].add(kind)
+        )
+        assert forward == pytest.approx(ahead[fused[0]])
+        assert backward == pytest.approx(back[fused[1]])
+        for steps, together in zip(seen.values(), fused, strict=True):
+            assert kinds[together] <= steps and not kinds[not together] & steps
 
 
 def test_batches_price_like_single_plans():
@@ -76,9 +96,9 @@ def test_batches_price_like_single_plans():
     names = ("queries", "local_pairs", "pairs", "reached", "sent", "received")
     batch = StageLoads(*(np.stack([getattr(s, n) for s in single]) for n in names))
     for fused in (False, True):
-        together = layer_ms(batch, rates(), fused)
+        together = layer_ms(batch, rates(), fused, fused)
         for i, one in enumerate(single):
-            alone = layer_ms(one, rates(), fused)
+            alone = layer_ms(one, rates(), fused, fused)
             assert np.array_equal(together[0][i], alone[0])
             assert np.array_equal(together[1][i], alone[1])
 
@@ -125,7 +145,7 @@ def test_slow_link_changes_placement():
 def test_contention_delays_what_runs_beside_an_exchange():
     slow = replace(PROFILE, exchange_contention=0.5)
     work = loads([10, 2], [[0, 6], [0, 5]], [[[0, 4], [0, 0]]] * 2)
-    forward, backward = layer_ms(work, rates(slow), fused=False)
+    forward, backward = layer_ms(work, rates(slow), False, False)
     # Two exchanges of 7 ms till 14: rank 0's own stage [0, 10) is beside them throughout. Rank 1:
     # own [0, 2) till 3, wave 0 from 7 till 13 and 3 more, wave 1 from 16 alone.
     assert forward == pytest.approx([15, 21])

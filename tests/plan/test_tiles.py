@@ -9,7 +9,7 @@ from megatron_tree_cp.ops.attention.block_mask import tile_classes
 from megatron_tree_cp.ops.attention.interval_mask import IntervalMask
 from megatron_tree_cp.plan import CostProfile, LayerClass, Layout, ModelShape, plan_row
 from megatron_tree_cp.plan.cost import CostModel, local_loads, stage_loads
-from megatron_tree_cp.plan.moves import Assignment
+from megatron_tree_cp.plan.moves import Assignment, Option
 from megatron_tree_cp.plan.remote import TILE
 from megatron_tree_cp.plan.runs import RunTable, join_only_children
 from megatron_tree_cp.plan.units import unit_cuts, unit_work
@@ -89,7 +89,7 @@ def test_moves_take_their_hidden_pairs_along():
     state = Assignment(owner, np.diff(cuts), works, costs, 4)
     mine = np.flatnonzero(owner == 1)
     unit, to = np.repeat(mine, 3), np.tile([0, 2, 3], len(mine))
-    options = [(False, 2)]
+    options = [Option(False, False, 2)]
     scores = state.price_moves(1, unit, to, options)
     for i in range(0, len(unit), 7):
         after = state.moved(int(unit[i]), int(to[i]))

@@ -8,6 +8,9 @@ the same exchanges in the same order, with or without work of its own.
 
     rank r forward    start X_0 .. X_{W-1} | local | wait X_0, stage 0, merge | .. | sink
     rank r backward   stage 0, start R_0 | stage 1, start R_1 | .. | local | wait and add R_0 ..
+
+A fused direction has one exchange and makes one call over [received; own] keys. The other direction
+need not be fused: both read the same received buffer.
 """
 
 from __future__ import annotations
@@ -89,14 +92,15 @@ def forward_stages(
     and the received KV buffers [num_recv, Hkv * (D + Dv)], one per exchange.
     """
     pending = [exchange.start(k, v) for exchange in stages.exchanges]
-    if stages.fused:
+    calls = stages.forward
+    if calls.fused:
         buffers = [p.wait() for p in pending]
         keys, values = _with_local(buffers[0], k, v)
-        out, lse = _first_stage(q, keys, values, stages.local, kernel, scale)
+        out, lse = _first_stage(q, keys, values, calls.local, kernel, scale)
         return out, lse, buffers
-    out, lse = _first_stage(q, k, v, stages.local, kernel, scale)
+    out, lse = _first_stage(q, k, v, calls.local, kernel, scale)
     buffers = []
-    for stage, wave in zip(stages.remote, pending, strict=True):
+    for stage, wave in zip(calls.remote, pending, strict=True):
         buffer = wave.wait()
         buffers.append(buffer)
         if not stage.empty:
@@ -120,17 +124,17 @@ def backward_stages(
     Args:
         buffers: the KV buffers that forward received.
     """
-    returns = []
-    if stages.fused:
-        dkeys, dvalues = _stage_backward(layer, stages.local, *_with_local(buffers[0], k, v))
+    calls, returns = stages.backward, []
+    if calls.fused:
+        dkeys, dvalues = _stage_backward(layer, calls.local, *_with_local(buffers[0], k, v))
         received = buffers[0].shape[0]
         returns.append(_return(stages, 0, dkeys[:received], dvalues[:received], k.dtype))
         dk, dv = dkeys[received:], dvalues[received:]
     else:
-        for wave, (stage, buffer) in enumerate(zip(stages.remote, buffers, strict=True)):
+        for wave, (stage, buffer) in enumerate(zip(calls.remote, buffers, strict=True)):
             dkeys, dvalues = _stage_backward(layer, stage, *_split(buffer, k, v))
             returns.append(_return(stages, wave, dkeys, dvalues, k.dtype))
-        dk, dv = _stage_backward(layer, stages.local, k, v)
+        dk, dv = _stage_backward(layer, calls.local, k, v)
     for exchange, wave in zip(stages.exchanges, returns, strict=True):
         returned_k, returned_v = _split(wave.wait(), k, v)
         exchange.accumulate(dk, returned_k)

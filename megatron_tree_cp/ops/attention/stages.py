@@ -45,17 +45,36 @@ class Stage:
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionStages:
-    """One rank's stages of one attention class.
+class DirectionStages:
+    """One rank's calls in one direction.
 
     Staged: `local` covers the shard's own keys, and every exchange feeds a remote stage. Fused: one
     exchange, `local` covers the received keys followed by the shard's own, no remote stages.
     """
 
-    exchanges: tuple[RangeExchange, ...]
     local: Stage
     remote: tuple[Stage, ...]
     fused: bool
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionStages:
+    """One rank's exchanges and stages of one attention class.
+
+    Both directions read the buffers of the same exchanges. Where they run alike, `forward` and
+    `backward` are one object.
+    """
+
+    exchanges: tuple[RangeExchange, ...]
+    forward: DirectionStages
+    backward: DirectionStages
+
+    @property
+    def calls(self) -> tuple[Stage, ...]:
+        """The different stages of both directions that make a call."""
+        directions = dict.fromkeys((self.forward, self.backward))
+        stages = (stage for d in directions for stage in (d.local, *d.remote))
+        return tuple(stage for stage in stages if not stage.empty)
 
 
 def attention_stages(ctx: TreeContext, window: int | None) -> AttentionStages:
@@ -79,14 +98,17 @@ def attention_stages(ctx: TreeContext, window: int | None) -> AttentionStages:
             )
             for exchange in plan.exchanges
         )
-        if plan.fused and exchanges:
-            return AttentionStages(exchanges, _stage(ctx, rank.fused, window), (), True)
-        return AttentionStages(
-            exchanges,
-            _stage(ctx, rank.local, window),
-            tuple(_stage(ctx, stage, window) for stage in rank.remote),
-            False,
-        )
+
+        def direction(fused: bool) -> DirectionStages:
+            if fused:
+                return DirectionStages(_stage(ctx, rank.fused, window), (), True)
+            remote = tuple(_stage(ctx, stage, window) for stage in rank.remote)
+            return DirectionStages(_stage(ctx, rank.local, window), remote, False)
+
+        forward = direction(plan.forward_fused)
+        alike = plan.backward_fused == plan.forward_fused
+        backward = forward if alike else direction(plan.backward_fused)
+        return AttentionStages(exchanges, forward, backward)
 
     return ctx.cached(("attention_stages", window), build)
 
@@ -96,8 +118,7 @@ def prepare_tables(stages: AttentionStages, kernel: Any, head_dim: int, value_di
     prepare = getattr(kernel, "prepare", None)
     if prepare is None:
         return 0
-    used = [stage for stage in (stages.local, *stages.remote) if not stage.empty]
-    return sum(prepare(stage.mask, head_dim, value_dim) for stage in used)
+    return sum(prepare(stage.mask, head_dim, value_dim) for stage in stages.calls)
 
 
 def _stage(ctx: TreeContext, plan: StagePlan, window: int | None) -> Stage:

@@ -43,6 +43,10 @@ class ConvTables:
     exchange: RangeExchange | None
     """Brings the halo; None when no rank of the row needs any."""
 
+    distributed: bool
+    """Rows of this context parallelism may have a halo: what kernels are specialised on, where
+    asking this row's halo would compile anew when rows change."""
+
 
 def conv_tables(
     ctx: TreeContext, width: int, layout: str = "main", arrays: ConvolutionArrays | None = None
@@ -94,4 +98,5 @@ def build_conv_tables(arrays: ConvolutionArrays, ctx: TreeContext) -> ConvTables
         late_readers=late_readers,
         num_local_late=int((arrays.late_rows < tokens).sum()),
         exchange=exchange,
+        distributed=ctx.cp_size > 1,
     )

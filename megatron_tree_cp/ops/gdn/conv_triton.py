@@ -55,6 +55,7 @@ def forward(
                 BT=_BLOCK_T,
                 BC=_BLOCK_C,
                 SILU=silu,
+                HALO=tables.distributed,
             )
     return outs
 
@@ -102,6 +103,7 @@ def backward_local(
                 BT=_WEIGHT_BLOCK_T,
                 BC=_BLOCK_C,
                 SILU=silu,
+                HALO=tables.distributed,
             )
     dhalo = torch.zeros_like(halo)
     _add_late(dpre, weight, dhalo, tables, tables.num_local_late, len(tables.late_rows), tokens)
@@ -174,7 +176,18 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _tap_rows(
-    x, halo, taps, o_t, o_c, m_t, m_c, num_tokens, x_stride, TAP: tl.constexpr, C: tl.constexpr
+    x,
+    halo,
+    taps,
+    o_t,
+    o_c,
+    m_t,
+    m_c,
+    num_tokens,
+    x_stride,
+    TAP: tl.constexpr,
+    C: tl.constexpr,
+    HALO: tl.constexpr,
 ):
     """Inputs [BT, BC] that tap TAP of the tokens reads, 0 where there is none."""
     if TAP == 0:
@@ -185,7 +198,7 @@ def _tap_rows(
         own = (row >= 0) & (row < num_tokens)
     at = row[:, None] * x_stride + o_c[None, :]
     value = tl.load(x + at, mask=own[:, None] & m_c[None, :], other=0.0).to(tl.float32)
-    if TAP > 0:
+    if HALO and TAP > 0:
         far = (row >= num_tokens)[:, None] & m_c[None, :]
         at = (row - num_tokens)[:, None] * C + o_c[None, :]
         value += tl.load(halo + at, mask=far, other=0.0).to(tl.float32)
@@ -209,12 +222,13 @@ def _pre_activation(
     WIDTH: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
+    HALO: tl.constexpr,
 ):
     pre = tl.zeros([BT, BC], dtype=tl.float32)
     if bias is not None:
         pre += tl.load(bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
     for tap in tl.static_range(WIDTH):
-        value = _tap_rows(x, halo, taps, o_t, o_c, m_t, m_c, num_tokens, x_stride, tap, C)
+        value = _tap_rows(x, halo, taps, o_t, o_c, m_t, m_c, num_tokens, x_stride, tap, C, HALO)
         factor = tl.load(weight + o_c * WIDTH + WIDTH - 1 - tap, mask=m_c, other=0.0)
         pre += factor.to(tl.float32)[None, :] * value
     return pre
@@ -237,12 +251,28 @@ def _forward_kernel(
     BT: tl.constexpr,
     BC: tl.constexpr,
     SILU: tl.constexpr,
+    HALO: tl.constexpr,
 ):
     o_t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     o_c = FIRST + tl.program_id(1) * BC + tl.arange(0, BC)
     m_t, m_c = o_t < num_tokens, o_c < FIRST + PART
     pre = _pre_activation(
-        x, halo, weight, bias, taps, o_t, o_c, m_t, m_c, num_tokens, x_stride, C, WIDTH, BT, BC
+        x,
+        halo,
+        weight,
+        bias,
+        taps,
+        o_t,
+        o_c,
+        m_t,
+        m_c,
+        num_tokens,
+        x_stride,
+        C,
+        WIDTH,
+        BT,
+        BC,
+        HALO,
     )
     if SILU:
         pre = pre * tl.sigmoid(pre)
@@ -272,6 +302,7 @@ def _local_kernel(
     BT: tl.constexpr,
     BC: tl.constexpr,
     SILU: tl.constexpr,
+    HALO: tl.constexpr,
 ):
     program = tl.program_id(0)
     o_c = FIRST + tl.program_id(1) * BC + tl.arange(0, BC)
@@ -304,13 +335,14 @@ def _local_kernel(
                 WIDTH,
                 BT,
                 BC,
+                HALO,
             )
             gate = tl.sigmoid(pre)
             grad = grad * gate * (1 + pre * (1 - gate))
         tl.store(dpre + o_t[:, None] * C + o_c[None, :], grad.to(dpre.dtype.element_ty), mask=mask)
         sums = ()
         for tap in tl.static_range(WIDTH):
-            value = _tap_rows(x, halo, taps, o_t, o_c, m_t, m_c, num_tokens, x_stride, tap, C)
+            value = _tap_rows(x, halo, taps, o_t, o_c, m_t, m_c, num_tokens, x_stride, tap, C, HALO)
             sums += (dweight[tap] + grad * value,)  # type: ignore[assignment]
         dweight = sums
         dbias += grad
