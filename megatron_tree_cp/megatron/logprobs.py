@@ -76,6 +76,7 @@ def _planned(row: PackedRow, chunk) -> PlannedRow:
     from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
     from .model_shape import model_shape_from_config
+    from .tree_model import shard_granule
 
     config = get_model_config(chunk)
     try:
@@ -87,6 +88,7 @@ def _planned(row: PackedRow, chunk) -> PlannedRow:
         config.context_parallel_size,
         model_shape_from_config(config, pattern),
         tp_size=config.tensor_model_parallel_size,
+        granule=shard_granule(config),
     )
     return PlannedRow(0, row, target_counts(row), plan, "", "", 0, 0.0)
 

@@ -60,8 +60,8 @@ def apply_tree(model: Any, args: Namespace) -> None:
     model.pre_wrap_hooks += [install_tree_rope, size_router_log]
 
 
-def shard_granule(args: Namespace) -> int:
-    """What the tokens of every shard are padded to a multiple of.
+def shard_granule(args: Any) -> int:
+    """What the tokens of every shard are padded to a multiple of; by arguments or model config.
 
     Sequence parallelism cuts a shard into equal parts. In fp8, Transformer Engine multiplies
     matrices of whole blocks: 32 rows in mxfp8, 16 otherwise, in each of those parts.

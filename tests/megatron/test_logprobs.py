@@ -56,3 +56,28 @@ def test_logprobs_equal_those_of_trajectories_alone():
             assert len(ours) == len(expected)
             for a, b in zip(ours, expected, strict=True):
                 np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def granule_in_fp8(rank: int, world_size: int) -> list[int]:
+    """What the shards of a row's log-probs are padded to, without and with fp8 linear layers."""
+    from megatron_tree_cp.megatron import cpu
+
+    cpu.enable()
+    from megatron.core.utils import get_model_config
+
+    from megatron_tree_cp import pack_trajectories
+    from megatron_tree_cp.megatron.logprobs import _planned
+
+    models.start()
+    model = models.build_model(**CASE)
+    config = get_model_config(model)
+    (row,) = pack_trajectories(trajectories(), 128)
+    granules = []
+    for fp8, recipe in ((None, "delayed"), ("hybrid", "delayed"), ("hybrid", "mxfp8")):
+        config.fp8, config.fp8_recipe = fp8, recipe
+        granules.append(_planned(row, model).plan.layouts["main"].granule)
+    return granules
+
+
+def test_shards_hold_whole_fp8_blocks():
+    assert run_ranks(1, granule_in_fp8, timeout=120) == [[1, 16, 32]]
