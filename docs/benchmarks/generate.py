@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from megatron_tree_cp.bench.evidence import Evidence, read_evidence
@@ -14,6 +15,7 @@ from megatron_tree_cp.bench.evidence import Evidence, read_evidence
 FOLDER = Path(__file__).parent
 PAGE = FOLDER / "index.md"
 README = FOLDER.parents[1] / "README.md"
+PUBLISHED = FOLDER / "published.json"
 BEGIN, END = "<!-- benchmarks: generated -->", "<!-- benchmarks: end -->"
 HEAD = """\
 # Benchmarks
@@ -129,6 +131,32 @@ def gdn_baseline_table(evidence: list[Evidence]) -> str:
             )
     heads = ["preset", "CP", "baseline", "its fwd+bwd ms", "ours", "speed-up", "token saving"]
     return _table([*heads, "speed-up / saving", "hardware", "date", "commit"], rows) if rows else ""
+
+
+def published_table(evidence: list[Evidence]) -> str:
+    """The published figures of another system beside ours, where the work is the same."""
+    published = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    rows = []
+    for figure in published["figures"]:
+        for record in evidence:
+            key = {"what": record.what, "variant": record.variant, "preset": record.preset}
+            if {**figure, **key, "cp": record.cp} != figure:
+                continue
+            ours = record.metrics["fwd_bwd_ms"]["median"]
+            rows.append(
+                [
+                    {"attention": "attention", "gdn": "Gated DeltaNet layer"}[record.what],
+                    record.preset,
+                    str(record.cp),
+                    f"{figure['fwd_bwd_ms']:.2f}",
+                    f"**{ours:.2f}**",
+                    f"{figure['fwd_bwd_ms'] / ours:.2f}x",
+                    record.date,
+                    record.commit,
+                ]
+            )
+    heads = ["operator", "preset", "CP", f"{published['system']}, fwd+bwd ms", "ours", "faster"]
+    return _table([*heads, "date", "commit"], rows) if rows else ""
 
 
 def training_table(evidence: list[Evidence]) -> str:
@@ -288,6 +316,12 @@ def page(evidence: list[Evidence]) -> str:
             "trajectory by itself (the token saving counts the tokens that it repeats), its own "
             "context parallelism on one sequence, and tree-recurrence.\n\n" + baselines + "\n"
         )
+    published = published_table(evidence)
+    if published:
+        parts.append(
+            "## Beside published figures\n\nOn H200, where rows and shapes are known to be the "
+            "same ([source](published.json)).\n\n" + published + "\n"
+        )
     if training:
         parts.append(
             "## Training\n\n20 iterations each, compared with the first run of the same model and "
@@ -320,7 +354,7 @@ def readme(text: str, evidence: list[Evidence]) -> str:
     """The README with its table replaced."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{readme_table(evidence)}\n{END}{after}"
+    return f"{before}{BEGIN}\n{readme_table(evidence)}\n\n{published_table(evidence)}\n{END}{after}"
 
 
 if __name__ == "__main__":
