@@ -229,6 +229,7 @@ def prediction_table(evidence: list[Evidence]) -> str:
         rows.append(
             [
                 record.preset,
+                record.variant,
                 str(record.cp),
                 f"{metrics['plans_per_row']['median']:.0f}",
                 f"**{metrics['time_error_percent']['median']:.1f} %**",
@@ -242,7 +243,15 @@ def prediction_table(evidence: list[Evidence]) -> str:
                 record.commit,
             ]
         )
-    heads = ["preset", "CP", "plans a row", "time error", "p95", "order right (1 % apart)"]
+    heads = [
+        "preset",
+        "operator",
+        "CP",
+        "plans a row",
+        "time error",
+        "p95",
+        "order right (1 % apart)",
+    ]
     heads += ["chosen above best", "faster than contiguous", "memory error"]
     return _table([*heads, "hardware", "date", "commit"], rows) if rows else ""
 
@@ -343,7 +352,7 @@ def page(evidence: list[Evidence]) -> str:
     prediction = prediction_table(evidence)
     if prediction:
         parts.append(
-            "## Predicted against measured\n\nForward and backward of one attention layer, "
+            "## Predicted against measured\n\nForward and backward of one layer, "
             "distinct plans of two rows a preset, none of them in the profile's fit. Medians; "
             "order counts pairs of plans that lie 1 % or more apart.\n\n" + prediction + "\n"
         )

@@ -69,7 +69,7 @@ class GdnShape:
             value_dim=self.value_dim,
             conv_width=self.width,
         )
-        return ModelShape(classes=(layer,), token_flops=0.0)
+        return ModelShape(classes=(layer,), token_flops=0.0, dtype_bytes=self.dtype.itemsize)
 
     def kernel(self, device: torch.device, cp_size: int = 1) -> str:
         """Name of the delta rule's implementation on a device."""

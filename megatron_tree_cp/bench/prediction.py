@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from ..plan.profile import CostProfile
 from ..plan.row_plan import RowPlan
 from ..plan.runs import join_only_children
 from ..plan.search import ComputeBefore, contiguous_cuts
+from ..plan.timeline import layer_timelines
 from ..tree.packed_tree import PackedTree
 from .attention import Shape
 from .calibration.watch import DeviceWatch
@@ -100,10 +101,10 @@ def distinct_plans(
 ) -> tuple[list[tuple[str, RowPlan]], str]:
     """(different plans of a row, ``contiguous`` first; the name of the planner's own choice).
 
-    Contiguous shards of equal work (waves by cost, fused, 1 to 4 waves), longest processing time,
-    folded, two random ownerships, and the planner's own choice.
+    Contiguous shards of equal work (waves by cost, fused, 1 to 4 waves, one direction fused),
+    longest processing time, folded, two random ownerships, and the planner's own choice.
     """
-    layouts = dict(_layouts(tree, cp_size, CostModel(model, profile, 1), row))
+    layouts = dict(layouts_of(tree, cp_size, CostModel(model, profile, 1), row))
     contiguous = layouts["contiguous"]
     variants: list[tuple[str, Layout | None, int | None]] = [("contiguous", contiguous, None)]
     if cp_size > 1:
@@ -111,16 +112,47 @@ def distinct_plans(
         variants += [(f"{n} wave{'s' * (n > 1)}", contiguous, n) for n in (1, 2, 3, 4)]
         variants += [(n, layout, None) for n, layout in layouts.items() if n != "contiguous"]
     variants.append(("chosen", None, None))
+    plans = {
+        name: plan_row(tree, cp_size, model, profile, waves=waves, layout=layout, granule=1)
+        for name, layout, waves in variants
+    }
+    chosen = plans["chosen"]
+    if cp_size > 1:
+        for ahead, back in (("fused", "1 wave"), ("1 wave", "fused")):
+            plan = _mixed(plans[ahead], plans[back], profile)
+            plans[f"{ahead} forward, {back} backward"] = plan
     found: dict[str, tuple[str, RowPlan]] = {}
-    for name, layout, waves in variants:
-        plan = plan_row(tree, cp_size, model, profile, waves=waves, layout=layout, granule=1)
+    for name, plan in plans.items():
         found.setdefault(plan.digest, (name, plan))
-    return list(found.values()), found[plan.digest][0]
+    return list(found.values()), found[chosen.digest][0]
 
 
-def _layouts(
+def _mixed(ahead: RowPlan, back: RowPlan, profile: CostProfile) -> RowPlan:
+    """The forward of one plan and the backward of another that makes the same exchange."""
+    attention = {
+        name: replace(part, backward_fused=back.attention[name].backward_fused)
+        for name, part in ahead.attention.items()
+    }
+    mixed = replace(ahead, attention=attention)
+    before, after = (_attention_ms(plan, profile) for plan in (ahead, mixed))
+    predicted = replace(
+        ahead.predicted,
+        backward_ms=back.predicted.backward_ms,
+        total_ms=ahead.predicted.total_ms + after - before,
+        candidates=(),
+    )
+    return replace(mixed, predicted=predicted)
+
+
+def _attention_ms(plan: RowPlan, profile: CostProfile) -> float:
+    lines = layer_timelines(plan, profile)
+    return sum(line.layers * (line.forward_ms + line.backward_ms) for line in lines)
+
+
+def layouts_of(
     tree: PackedTree, cp_size: int, costs: CostModel, row: int
 ) -> Iterator[tuple[str, Layout]]:
+    """(name, layout) of the ownerships compared, ``contiguous`` first; on one rank it is all."""
     segments, tokens = join_only_children(tree), tree.num_tokens
     compute = ComputeBefore(segments, costs)
     shares = contiguous_cuts(compute, tokens, cp_size)
@@ -172,13 +204,17 @@ class PredictionBench:
         )
         self.watch = DeviceWatch(device, group, repeats, ahead=6)
 
+    def plans(self, tree: PackedTree, row: int) -> tuple[list[tuple[str, RowPlan]], str]:
+        """What is compared; see `distinct_plans`."""
+        return distinct_plans(tree, self.cp_size, self.model, self.profile, row)
+
     def measure(self, tree: PackedTree, row: int) -> RowResult:
         """Run every plan of a row ``repeats`` times, in turn; twice where these take too long."""
-        plans, chosen = distinct_plans(tree, self.cp_size, self.model, self.profile, row)
+        plans, chosen = self.plans(tree, row)
         contexts = [TreeContext(plan, self.group, self.device) for _, plan in plans]
         rows = max(context.num_tokens for context in contexts)
         pool = self._inputs(rows)
-        inputs = [[x[: context.num_tokens] for x in pool] for context in contexts]
+        inputs = [self._shard(pool, context) for context in contexts]
         for context, given in zip(contexts, inputs, strict=True):
             self._run(context, given, lambda: None)  # block tables, kernels, allocator
         times: list[list[list[float]]] = [[] for _ in plans]
@@ -206,13 +242,17 @@ class PredictionBench:
             chosen,
         )
 
-    def _inputs(self, tokens: int) -> list[torch.Tensor]:
+    def _inputs(self, tokens: int) -> Any:
         """q, k, v and the output's gradient."""
         heads = (self.shape.query_heads, self.shape.kv_heads)
         sizes = [(tokens, heads[i], self.shape.head_dim) for i in (0, 1, 1, 0)]
         return [torch.randn(size, device=self.device).to(self.shape.dtype) for size in sizes]
 
-    def _run(self, context: TreeContext, inputs: list[torch.Tensor], mark: Any) -> None:
+    def _shard(self, pool: Any, context: TreeContext) -> Any:
+        """The inputs of one plan, views of what all share."""
+        return [x[: context.num_tokens] for x in pool]
+
+    def _run(self, context: TreeContext, inputs: Any, mark: Any) -> None:
         leaves = [x.detach().requires_grad_() for x in inputs[:3]]
         window, impl = self.shape.window, self.shape.impl
         out = ops.tree_attention(*leaves, context, window=window, impl=impl)
@@ -220,7 +260,7 @@ class PredictionBench:
         torch.autograd.grad(out, leaves, inputs[3])
         mark()
 
-    def _timed(self, context: TreeContext, inputs: list[torch.Tensor]) -> tuple[list[float], float]:
+    def _timed(self, context: TreeContext, inputs: Any) -> tuple[list[float], float]:
         """ms of forward and of backward, and the bytes above its inputs that the call held at most
         on the rank that held most (0 on CPU)."""
         cuda = self.device.type == "cuda"

@@ -49,6 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def gdn_heads(text: str) -> tuple[int, int, int, int]:
+    """Key heads, value heads, key dim and value dim of ``K/V/DK/DV``."""
+    try:
+        keys, values, key_dim, value_dim = (int(part) for part in text.split("/"))
+    except ValueError:
+        raise InputError(f"--gdn-heads {text}: write it as K/V/DK/DV, like 16/32/128/128") from None
+    return keys, values, key_dim, value_dim
+
+
 def run(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
@@ -58,14 +67,8 @@ def run(args: argparse.Namespace) -> None:
     from ..bench.gdn_baselines import fla_kernels
     from ..bench.gdn_layer import GdnShape
 
-    try:
-        keys, values, key_dim, value_dim = (int(part) for part in args.gdn_heads.split("/"))
-    except ValueError:
-        raise InputError(
-            f"--gdn-heads {args.gdn_heads}: write it as K/V/DK/DV, like 16/32/128/128"
-        ) from None
     dtype = getattr(torch, args.dtype)
-    shape = GdnShape(keys, values, key_dim, value_dim, args.conv_width, dtype, args.impl)
+    shape = GdnShape(*gdn_heads(args.gdn_heads), args.conv_width, dtype, args.impl)
     if args.baselines and args.device == "cpu":
         raise InputError("--baselines needs a GPU: flash-linear-attention has no CPU kernels")
     if args.baselines:

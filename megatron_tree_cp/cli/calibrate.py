@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -14,7 +15,10 @@ from .bench_ranks import identity, ranks
 QUICK_SCALE = 16
 """Divides the lengths of all measured rows under --quick."""
 
-PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "scipy")
+GDN_AHEAD = 8
+"""Matrix products that hide the host's part of a layer's calls, which launch more than others."""
+
+PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "flash-linear-attention", "tilelang", "scipy")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hidden-size", type=int, default=4096, metavar="N", help="of the token-local work")
     add("--ffn-size", type=int, default=10_880, metavar="N", help="of its gated MLP")
     add("--repeats", type=int, default=5, metavar="N", help="calls per sample; the median counts")
+    add("--gdn", action="store_true", help="also the Gated DeltaNet operators")
     add("--quick", action="store_true", help="tiny work, to try the command: no useful profile")
     add_device_arguments(parser)
 
@@ -55,10 +60,11 @@ def run(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from ..bench.calibration.component import Sample, collect
+    from ..bench.calibration.component import Component, Sample, collect
     from ..bench.calibration.fit import fit_profile
     from ..bench.calibration.links import link_components
     from ..bench.calibration.measure import Workload, device_components
+    from ..bench.calibration.recurrence import chained_components, recurrent_components
     from ..bench.calibration.report import (
         fit_table,
         profile_document,
@@ -78,29 +84,41 @@ def run(args: argparse.Namespace) -> None:
     work = Workload(*head_counts(args.heads), dtype, args.impl, *sizes)
     with ranks(args) as here:
         components = device_components(work, here.device)
+        gdn = recurrent_components(dtype, scale, here.device) if args.gdn else []
         samples: dict[str, list[Sample]] = {}
 
         def keep() -> None:
             if args.samples and here.rank == 0:
                 write_atomically(args.samples, samples_text(samples).encode())
 
+        def measure(parts: list[Component], group: Any, ahead: int = 2) -> None:
+            watch = DeviceWatch(here.device, group, args.repeats, ahead)
+            collect(parts, watch, here.say, samples, keep)
+
+        if here.rank == 0 and not args.from_samples:
+            measure(components, None)
+            if gdn:
+                measure(gdn, None, GDN_AHEAD)
+        components += gdn
         if args.from_samples:
             samples = read_samples(args.from_samples)
             for name in samples:
                 kind, _, cp_size = name.partition("_cp")
                 if kind == "exchange":
                     components += link_components(work, here.device, int(cp_size), None)
-        elif here.rank == 0:
-            watch = DeviceWatch(here.device, None, args.repeats)
-            collect(components, watch, here.say, samples, keep)
+                elif kind == "gdn_chained" and args.gdn:
+                    components += chained_components(dtype, scale, here.device, int(cp_size), None)
         for cp, group in here.groups.items():
             if here.world > 1:
                 dist.barrier()
             if cp > 1 and here.rank < cp:
                 links = link_components(work, here.device, cp, group)
-                watch = DeviceWatch(here.device, group, args.repeats)
-                collect(links, watch, here.say, samples, keep)
+                measure(links, group)
                 components += links
+                if args.gdn:
+                    chained = chained_components(dtype, scale, here.device, cp, group)
+                    measure(chained, group, GDN_AHEAD)
+                    components += chained
         if here.world > 1:
             dist.barrier()
         if here.rank:
@@ -123,4 +141,4 @@ def _command(args: argparse.Namespace) -> str:
     words += [f"--cp {' '.join(map(str, args.cp))} --device {args.device} --heads {args.heads}"]
     words += [f"--dtype {args.dtype} --impl {args.impl} --hidden-size {args.hidden_size}"]
     words += [f"--ffn-size {args.ffn_size} --repeats {args.repeats}"]
-    return " ".join(words + ["--quick"] * args.quick)
+    return " ".join(words + ["--gdn"] * args.gdn + ["--quick"] * args.quick)

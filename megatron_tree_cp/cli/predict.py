@@ -11,18 +11,21 @@ from rich.console import Console
 from rich.table import Table
 
 from ..tree.errors import InputError
+from .bench_gdn import gdn_heads
 from .bench_ranks import identity, ranks
 from .calibrate import PACKAGES, add_device_arguments, head_counts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    add("--operator", choices=["attention", "gdn"], default="attention", help="what is timed")
     add("--preset", nargs="+", required=True, metavar="NAME", help="workload presets")
     add("--profile", metavar="FILE", help="cost profile; default: the one for this device")
     add("--rows", type=int, default=2, metavar="N", help="rows of every preset, from 16")
     add("--tokens", type=int, metavar="N", help="tokens a row, instead of the preset's")
     add("--repeats", type=int, default=5, metavar="N", help="calls per plan; the median counts")
-    add("--window", type=int, metavar="N", help="sliding window in positions")
+    add("--window", type=int, metavar="N", help="of attention: sliding window in positions")
+    add("--gdn-heads", default="16/32/128/128", metavar="K/V/DK/DV", help="of gdn")
     add("--evidence", type=Path, metavar="FILE.json", help="write the evidence file")
     add_device_arguments(parser)
 
@@ -33,6 +36,8 @@ def run(args: argparse.Namespace) -> None:
 
     from ..bench.attention import Shape
     from ..bench.evidence import Evidence, write_evidence
+    from ..bench.gdn_layer import GdnShape
+    from ..bench.gdn_prediction import GdnPredictionBench
     from ..bench.prediction import PredictionBench, summarise
     from ..bench.presets import MEASURED_ROWS, preset_tree
     from ..plan.profile import load_profile
@@ -40,8 +45,11 @@ def run(args: argparse.Namespace) -> None:
 
     if args.rows < 1 or args.repeats < 1:
         raise InputError("--rows and --repeats must be at least 1")
-    heads = head_counts(args.heads)
-    shape = Shape(*heads, getattr(torch, args.dtype), args.impl, args.window)
+    dtype, gdn = getattr(torch, args.dtype), args.operator == "gdn"
+    if gdn and args.window is not None:
+        raise InputError("--window is of attention: leave it out with --operator gdn")
+    shape = Shape(*head_counts(args.heads), dtype, args.impl, args.window)
+    recurrent = GdnShape(*gdn_heads(args.gdn_heads), dtype=dtype, impl=args.impl)
     evidence: list[Evidence] = []
     with ranks(args) as here:
         origin = identity(args, here.device, PACKAGES)
@@ -53,7 +61,12 @@ def run(args: argparse.Namespace) -> None:
         for preset in args.preset:
             for cp, group in here.groups.items():
                 if here.rank < cp:
-                    bench = PredictionBench(shape, cp, group, here.device, profile, args.repeats)
+                    where = (cp, group, here.device, profile, args.repeats)
+                    bench = (
+                        GdnPredictionBench(recurrent, *where)
+                        if gdn
+                        else PredictionBench(shape, *where)
+                    )
                     numbers = range(MEASURED_ROWS.start, MEASURED_ROWS.start + args.rows)
                     rows = [
                         bench.measure(preset_tree(preset, cp, row, args.tokens), row)
@@ -65,7 +78,8 @@ def run(args: argparse.Namespace) -> None:
                             what="planner",
                             preset=preset,
                             cp=cp,
-                            variant=f"predicted against measured, profile {profile.name}",
+                            variant=f"{f'gdn {recurrent.name}, ' * gdn}predicted against measured, "
+                            f"profile {profile.name}",
                             metrics=summarise(rows),
                             command=_command(args),
                             rows=[asdict(row) for row in rows],
@@ -83,6 +97,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _command(args: argparse.Namespace) -> str:
     words = [f"torchrun --nproc-per-node {max(args.cp)} -m megatron_tree_cp.cli predict"]
+    if args.operator == "gdn":
+        words.append(f"--operator gdn --gdn-heads {args.gdn_heads}")
     words += [f"--preset {' '.join(args.preset)} --cp {' '.join(map(str, args.cp))}"]
     words += [f"--device {args.device} --heads {args.heads} --dtype {args.dtype}"]
     words += [f"--impl {args.impl} --rows {args.rows} --repeats {args.repeats}"]

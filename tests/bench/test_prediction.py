@@ -26,8 +26,10 @@ def test_eight_distinct_plans_of_a_row(preset, cp_size):
     assert len(plans) >= 8 and names[0] == "contiguous" and chosen in names
     assert len({plan.digest for _, plan in plans}) == len(plans)
     assert sum(name.startswith("random") for name in names) == 2
-    waves = {plan.attention_class(None).num_waves for _, plan in plans}
-    assert {1, 2, 3, 4} <= waves and any(p.attention_class(None).fused for _, p in plans)
+    parts = [plan.attention_class(None) for _, plan in plans]
+    assert {1, 2, 3, 4} <= {part.num_waves for part in parts}
+    both = {(part.forward_fused, part.backward_fused) for part in parts}
+    assert both == {(f, b) for f in (False, True) for b in (False, True)}
     for _, plan in plans:
         check_plan(plan)
 

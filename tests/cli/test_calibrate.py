@@ -14,7 +14,8 @@ from megatron_tree_cp.plan.profile import load_profile
 
 ROOT = Path(__file__).parents[2]
 TINY = "--device cpu --dtype float32 --heads 4/2/16 --impl tiled --repeats 2".split()
-WIDTH = "--quick --hidden-size 32 --ffn-size 64".split()
+WIDTH = "--quick --hidden-size 32 --ffn-size 64 --gdn".split()
+GDN = {"gdn_conv_passes", "gdn_token_flops_per_ms", "gdn_step_ms", "gdn_layer_ms"}
 
 
 def torchrun(*arguments: str) -> str:
@@ -39,6 +40,7 @@ def test_calibrate_on_two_ranks(tmp_path):
     assert document["version"] == 1 and document["commit"] == "abc"
     assert document["device"] == "CPU" and "--quick" in document["command"]
     assert [size for size, _, _ in profile.exchange_sizes] == [2]
+    assert not (GDN | {"gdn_compose_ms"}) & set(document["unmeasured"])
     assert profile.exchange_latency_ms > 0 and "network_latency_ms" in document["unmeasured"]
     assert all(c["held_out_error"]["median"] >= 0 for c in document["components"])
 
@@ -65,6 +67,24 @@ def test_predict_on_two_ranks(tmp_path):
     assert two.metrics["regret_percent"]["worst"] >= 0 and "memory_error_percent" not in two.metrics
 
 
+@pytest.mark.timeout(240)
+def test_predict_a_recurrent_layer(tmp_path):
+    evidence = tmp_path / "e.json"
+    torchrun(
+        *("predict", "--operator", "gdn", "--gdn-heads", "2/4/16/16", "--preset", "short"),
+        *("--tokens", "256", "--cp", "2", "--rows", "1", "--evidence", str(evidence)),
+        *"--device cpu --dtype float32 --repeats 2".split(),
+    )
+    (record,) = read_evidence(evidence)
+    assert record.variant.startswith("gdn 2/4/16/16") and "--operator gdn" in record.command
+    plans = record.rows[0]["plans"]
+    names = [plan["name"] for plan in plans]
+    assert names[0] == "contiguous" and {"folded", "random 0", "whole families"} <= set(names)
+    assert all(
+        plan["measured_ms"] > plan["measured_forward_ms"] for plan in record.rows[0]["plans"]
+    )
+
+
 @pytest.mark.timeout(120)
 def test_calibrate_in_one_process(tmp_path, capsys):
     path = tmp_path / "p.json"
@@ -72,6 +92,8 @@ def test_calibrate_in_one_process(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "attention_backward" in out and "exchange_latency_ms" in out
     assert load_profile(path).name == "mine"
+    unmeasured = json.loads(path.read_text())["unmeasured"]
+    assert "gdn_compose_ms" in unmeasured and not GDN & set(unmeasured)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +104,11 @@ def test_calibrate_in_one_process(tmp_path, capsys):
         (["calibrate", "--out", "p.json", "--heads", "8"], "write it as Q/KV/D"),
         (["calibrate", "--out", "p.json", "--device", "cpu", "--from-samples", "no"], "not a file"),
         (["predict", "--preset", "deep", "--rows", "0"], "--rows and --repeats"),
+        (["predict", "--preset", "deep", "--gdn-heads", "1/2"], "write it as K/V/DK/DV"),
+        (
+            ["predict", "--preset", "deep", "--operator", "gdn", "--window", "9"],
+            "--window is of attention",
+        ),
     ],
 )
 def test_refusals(arguments, message, capsys, tmp_path, monkeypatch):

@@ -38,6 +38,9 @@ class Sample:
     scale: float
 
 
+Explain = Callable[[Sample, Sequence[str], Mapping[str, Any]], Features]
+
+
 @dataclass(frozen=True)
 class Component:
     """What is measured and fitted together.
@@ -47,6 +50,13 @@ class Component:
     and R is chosen with the set. ``fields`` maps the fitted coefficients (ms per unit of a feature,
     0 for features left out), the ramp and the fields known so far to fields of the profile; it
     raises InputError where they make no sense, and such a set of features is not kept.
+
+    Where a price is no plain sum, ``explain`` gives the features of a sample by the names wanted,
+    at the fields known so far (its derivatives there); the ms that they leave to what is known are
+    the feature ``settled``. The fit then repeats with the fields that it found, from each of
+    ``starts``: fields to begin with, beside the defaults. Features left out keep the cost that they
+    have, and ``fields`` does not see them; the first set that makes sense is kept, so that what is
+    held out has no say.
     """
 
     name: str
@@ -54,6 +64,8 @@ class Component:
     candidates: Sequence[tuple[str, ...]]
     fields: Callable[[Mapping[str, float], float | None, Mapping[str, Any]], dict[str, Any]]
     ramps: Sequence[float] = field(default=())
+    explain: Explain | None = None
+    starts: Sequence[Mapping[str, float]] = field(default=({},))
 
 
 class Stopwatch(Protocol):

@@ -1,0 +1,259 @@
+"""Time Gated DeltaNet layers on rows that tell the planner's terms apart, and fit its coefficients.
+
+The price of a layer (`plan.cost_gdn`) is a maximum of sums: whether a level of runs waits for its
+longest run or for the chunks of all depends on the coefficients themselves. The features of a
+sample are therefore the derivatives of that very price, at the costs found so far, and the fit
+repeats until they stand still.
+
+Three shapes take turns, so that the samples held out of every fit are those of the third: what is
+held out is a shape that no fit has seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ... import ops
+from ...comm.context import TreeContext
+from ...plan.cost_gdn import GdnRates
+from ...plan.layout import Layout
+from ...plan.planner import plan_row
+from ...plan.profile import CostProfile
+from ...plan.recurrence import CHUNK, RecurrencePlan
+from ...plan.recurrence_loads import RecurrenceLoads, recurrence_loads
+from ...tree.errors import InputError
+from ...tree.packed_tree import PackedTree
+from ..gdn_layer import GdnShape, draw_inputs, layer, tree_operators
+from .coefficients import needed_cost
+from .component import Call, Case, Component, Features, Sample
+from .recurrence_rows import GdnRow, chained_rows, local_rows
+from .samples import slab_layout
+
+SHAPES = ((16, 32, 128, 128), (16, 64, 128, 128), (32, 32, 64, 64))
+"""Key heads, value heads, key dim, value dim; the last is held out of every fit."""
+
+QUICK_SHAPES = ((2, 4, 32, 32), (2, 8, 32, 32), (4, 4, 16, 16))
+
+CONV_TOKENS = (2_000, 6_000, 12_000, 20_000, 32_000, 48_000)
+
+INVERSE = {"tokens": "gdn_token_flops_per_ms", "states": "gdn_state_flops_per_ms"}
+DIRECT = {
+    "layer": "gdn_layer_ms",
+    "step": "gdn_step_ms",
+    "forks": "gdn_fork_passes",
+    "levels": "gdn_level_ms",
+    "token_back": "gdn_token_backward_factor",
+    "turn": "gdn_pass_backward_factor",
+    "compose": "gdn_compose_ms",
+}
+"""Fields of the profile by the feature that they are the cost of, or one over it."""
+
+LOCAL = ("layer", "tokens", "step", "states", "forks", "levels", "token_back", "turn")
+BUMP = 1e-5
+"""Relative step of a derivative."""
+
+
+def recurrent_components(dtype: torch.dtype, scale: int, device: torch.device) -> list[Component]:
+    """What Gated DeltaNet layers on one device tell, given the memory rate of ``copies``.
+
+    ``scale`` divides the rows; above 1 heads are small. Raises InputError where the device's own
+    kernels cannot run the shapes.
+    """
+    bench = _Bench(dtype, scale, device, 1, None)
+    bench.check()
+    conv = ("launch", "bytes", "back_launch", "back_bytes")
+    # A device that walks runs one after the other tells no rate of many side by side.
+    sets = [LOCAL, tuple(name for name in LOCAL if name != "states")]
+    return [
+        Component("gdn_conv", bench.convolutions, [conv], conv_fields),
+        Component("gdn", bench.layers, sets, layer_fields, (), bench.explain, _starts()),
+    ]
+
+
+def chained_components(
+    dtype: torch.dtype, scale: int, device: torch.device, size: int, group: Any
+) -> list[Component]:
+    """What layers tell whose paths cross the ``size`` ranks of ``group``.
+
+    Given what one device and ``exchange_cpN`` tell. A fit of former samples needs no group.
+    """
+    bench = _Bench(dtype, scale, device, size, group)
+    name = f"gdn_chained_cp{size}"
+    return [Component(name, bench.layers, [("compose",)], layer_fields, explain=bench.explain)]
+
+
+def conv_fields(
+    c: Mapping[str, float], _: float | None, known: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Of ``gdn_conv``."""
+    forward = needed_cost(c, "bytes", "gdn_conv")
+    return {
+        "gdn_conv_passes": forward * known["memory_bytes_per_ms"],
+        "gdn_conv_backward_factor": c["back_bytes"] / forward,
+    }
+
+
+def layer_fields(c: Mapping[str, float], _: float | None, __: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the profile that the costs ``c`` are."""
+    return {
+        INVERSE.get(name) or DIRECT[name]: (
+            1 / needed_cost(c, name, "gdn") if name in INVERSE else cost
+        )
+        for name, cost in c.items()
+    }
+
+
+def layer_price(
+    shape: GdnShape, loads: RecurrenceLoads, backward: bool, profile: CostProfile
+) -> float:
+    """ms of the slowest rank, as the planner counts them."""
+    gdn = shape.model().classes[0]
+    both = GdnRates.of(gdn, profile, shape.dtype.itemsize, 1).layer_ms(loads)
+    return float(both[backward].max())
+
+
+def derivatives(
+    price: Callable[[CostProfile], float], names: Sequence[str], profile: CostProfile
+) -> dict[str, float]:
+    """Derivatives of a price by the costs ``names``, and as ``settled`` what they leave of it.
+
+    The price is ``settled + sum of cost * derivative``, exactly so at ``profile``, and around it as
+    long as no maximum changes sides.
+    """
+    here = price(profile)
+    found, settled = {}, here
+    for name in names:
+        field = INVERSE.get(name) or DIRECT[name]
+        value, usual = getattr(profile, field), getattr(CostProfile(), field)
+        cost, usual = (1 / value, 1 / usual) if name in INVERSE else (value, usual)
+        step = BUMP * max(cost, usual)
+        moved = 1 / (cost + step) if name in INVERSE else cost + step
+        found[name] = (price(replace(profile, **{field: moved})) - here) / step
+        settled -= cost * found[name]
+    return {**found, "settled": settled}
+
+
+def _starts() -> list[dict[str, float]]:
+    """Where fits begin: how many runs walk side by side for the time of one is not known."""
+    usual = CostProfile().gdn_step_ms
+    return [{"gdn_step_ms": usual * factor} for factor in (1, 0.2, 5, 25)]
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """Cases on the ranks of one group."""
+
+    dtype: torch.dtype
+    scale: int
+    device: torch.device
+    cp_size: int
+    group: Any
+
+    @property
+    def shapes(self) -> list[GdnShape]:
+        """The shapes in turn, the held-out one last."""
+        sizes = SHAPES if self.scale == 1 else QUICK_SHAPES
+        return [GdnShape(*size, dtype=self.dtype) for size in sizes]
+
+    def check(self) -> None:
+        """Raises InputError where a GPU would run the torch form, which takes minutes."""
+        if self.device.type != "cuda":
+            return
+        for shape in self.shapes:
+            try:
+                replace(shape, impl="triton").kernel(self.device, self.cp_size)
+            except ValueError as reason:
+                raise InputError(f"--gdn: {shape.name}: {reason}") from reason
+
+    @cached_property
+    def rows(self) -> list[tuple[GdnRow, RecurrenceLoads]]:
+        """The rows of the layer's samples, with their loads."""
+        rows = local_rows(self.scale) if self.cp_size == 1 else chained_rows(self.scale)
+        return [
+            (row, recurrence_loads(RecurrencePlan(row.tree, self._layout(row)), CHUNK))
+            for row in itertools.islice(rows, 0, None, 4 if self.scale > 1 else 1)
+        ]
+
+    def _layout(self, row: GdnRow) -> Layout:
+        size = self.cp_size
+        cuts = np.linspace(0, row.tree.num_tokens, size * row.turns + 1).astype(np.int64)
+        return Layout.from_pieces(cuts, np.arange(size * row.turns) % size, size, 1)
+
+    def layers(self) -> Iterator[Case]:
+        """Whole layers: shapes in turn, forward and backward."""
+        for number, (row, _) in enumerate(self.rows):
+            for backward in (False, True):
+                for index, shape in enumerate(self.shapes):
+                    features = {"row": float(number), "shape": float(index)}
+                    yield Case(
+                        self._label(row, shape, backward),
+                        {**features, "backward": float(backward)},
+                        partial(self._layer, row, shape, backward),
+                    )
+
+    def _label(self, row: GdnRow, shape: GdnShape, backward: bool) -> str:
+        return f"{row.name}, {shape.name}, {'backward' if backward else 'forward'}"
+
+    def explain(self, sample: Sample, names: Sequence[str], costs: Mapping[str, Any]) -> Features:
+        """Derivatives of a sample's price at ``costs``. Raises InputError for unknown samples."""
+        number, index, backward = (int(sample.features[n]) for n in ("row", "shape", "backward"))
+        if number < len(self.rows) and index < len(self.shapes):
+            (row, loads), shape = self.rows[number], self.shapes[index]
+            if sample.label == self._label(row, shape, bool(backward)):
+                price = partial(layer_price, shape, loads, bool(backward))
+                return derivatives(price, names, CostProfile(**costs))
+        raise InputError(
+            f"{sample.label}: no sample of this release and these options; measure again"
+        )
+
+    def _context(self, tree: PackedTree, shape: GdnShape, layout: Layout) -> TreeContext:
+        plan = plan_row(tree, self.cp_size, shape.model(), layout=layout)
+        return TreeContext(plan, self.group, self.device)
+
+    def _layer(self, row: GdnRow, shape: GdnShape, backward: bool) -> Call:
+        context = self._context(row.tree, shape, self._layout(row))
+        inputs = draw_inputs(shape, context.num_tokens, self.device)
+        forward = layer(shape, *tree_operators(context, shape))
+        leaves = inputs.leaves
+        if not backward:
+            return lambda: forward(*leaves).detach()
+        out = forward(*leaves)
+        return lambda: torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
+
+    def convolutions(self) -> Iterator[Case]:
+        """The convolution of single chains: shapes in turn, forward and backward."""
+        for tokens in (max(n // self.scale, 16) for n in CONV_TOKENS):
+            for backward in (False, True):
+                for shape in self.shapes:
+                    gdn = shape.model().classes[0]
+                    rates = GdnRates.of(gdn, CostProfile(), shape.dtype.itemsize, 1)
+                    what = "back_" * backward
+                    yield Case(
+                        f"{tokens} tokens, {shape.name}, {'backward' if backward else 'forward'}",
+                        {f"{what}launch": 1.0, f"{what}bytes": tokens * rates.row_bytes},
+                        partial(self._convolution, tokens, shape, backward),
+                    )
+
+    def _convolution(self, tokens: int, shape: GdnShape, backward: bool) -> Call:
+        tree = PackedTree([tokens], [-1])
+        context = self._context(tree, shape, slab_layout(tokens, 1, 1))
+        inputs = draw_inputs(shape, tokens, self.device)
+        leaves = [inputs.x.requires_grad_(), inputs.weight.requires_grad_()]
+
+        def forward() -> tuple[torch.Tensor, ...]:
+            made = ops.tree_causal_conv1d(*leaves, None, context, split=shape.parts)
+            assert isinstance(made, tuple)
+            return made
+
+        if not backward:
+            return lambda: [part.detach() for part in forward()]
+        out = forward()
+        grads = [torch.randn_like(part) for part in out]
+        return lambda: torch.autograd.grad(out, leaves, grads, retain_graph=True)
