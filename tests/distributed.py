@@ -31,6 +31,7 @@ from typing import Any
 _PRELOAD = ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes"]
 _PRELOAD += ["hypothesis", "pytest"]
 # A peer of a dead rank hangs or fails with a follow-up error; the first report is the cause.
+_DIED = "died with exit code"
 _GRACE_SECONDS = 1.0
 
 
@@ -98,14 +99,16 @@ def _collect(
                 ok, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 processes[rank].join(1)
-                ok, value = False, f"died with exit code {processes[rank].exitcode}"
+                ok, value = False, f"{_DIED} {processes[rank].exitcode}"
             if ok:
                 results[rank] = value
             else:
                 failures[rank] = value
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
     if failures:
-        first = next(iter(failures))
+        # A rank that died is the cause, whoever noticed a closed connection before we saw it.
+        dead = (rank for rank, text in failures.items() if text.startswith(_DIED))
+        first = next(dead, next(iter(failures)))
         others = "".join(
             f"\n(rank {rank} followed: {text.strip().splitlines()[-1]})"
             for rank, text in failures.items()

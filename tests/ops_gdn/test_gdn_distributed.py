@@ -73,11 +73,11 @@ def _record_collectives(rank, world_size, batch):
 
 def test_one_exchange_each_way_on_every_rank():
     case = replace(CROSSING, owners=3)
-    calls = run_ranks(4, _record_collectives, [(case, make_row(case))], timeout=60)
+    calls = run_ranks(4, _record_collectives, [(case, make_row(case))], timeout=120)
     assert all(other == calls[0] for other in calls)
     assert len(calls[0]) == 4  # halo and states, forward and backward
     case = Case((6, 4), (-1, 0), pieces=1)
-    assert run_ranks(2, _record_collectives, [(case, make_row(case))], timeout=60) == [[], []]
+    assert run_ranks(2, _record_collectives, [(case, make_row(case))], timeout=120) == [[], []]
 
 
 def _repeat(rank, world_size, case):
@@ -101,7 +101,7 @@ def _repeat(rank, world_size, case):
 
 def test_repeatable_and_siblings_independent():
     case = Case((40, 70, 66, 90), (-1, 0, 0, 0), pieces=7, dtype=torch.float32, seed=2)
-    results = run_ranks(2, _repeat, case, timeout=60)
+    results = run_ranks(2, _repeat, case, timeout=120)
     assert all(repeated and same for repeated, same, _ in results)
     assert any(changed for *_, changed in results)
 
@@ -137,4 +137,4 @@ def _recompute(rank, world_size, case):
 
 def test_recompute_and_offload():
     case = replace(CROSSING, dtype=torch.float32)
-    assert run_ranks(2, _recompute, case, timeout=60) == [True, True]
+    assert run_ranks(2, _recompute, case, timeout=120) == [True, True]
