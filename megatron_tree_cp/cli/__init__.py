@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from .. import __version__
 from ..tree.errors import InputError
-from . import bench, calibrate, capacity, inspect, pack, plan, predict, tokenizer
+from . import bench, calibrate, capacity, doctor, inspect, pack, plan, predict, tokenizer
 
 
 class _Parser(argparse.ArgumentParser):
@@ -23,7 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tree-cp", description=__doc__)
     parser.add_argument("--version", action="version", version=f"tree-cp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (pack, plan, inspect, capacity, tokenizer, calibrate, predict, bench):
+    for module in (doctor, pack, plan, inspect, capacity, tokenizer, calibrate, predict, bench):
         name = module.__name__.rsplit(".", 1)[1]
         summary = (module.__doc__ or "").splitlines()[0]
         command = commands.add_parser(name, help=summary, description=summary)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..tree.errors import InputError
 from .arguments import add_tree_arguments, requested_backend
 from .checkpoint_keys import follow_stored_keys, has_such_keys
+from .release import supported
 from .run_config import expand_tree_config
 from .trainer import TreeTrainer
 from .tree_model import apply_tree, plan_recipe
@@ -103,7 +104,7 @@ def install(exit_on_bad_input: bool = True) -> Installed:
 def _require_version() -> None:
     from megatron.core.package_info import __version__
 
-    if not __version__.startswith("0.19."):
+    if not supported(__version__):
         raise InputError(
             f"megatron-core {__version__}: the hooks of a tree run are made for 0.19: install "
             "0.19.2 or check out branch core_r0.19.0"
