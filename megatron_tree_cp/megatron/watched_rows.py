@@ -51,5 +51,8 @@ class WatchedRows[T](Iterator[T]):
                     ) from None
                 continue
             if error is not None:
+                self._ready.put(
+                    (None, error)
+                )  # nothing follows it: whoever asks again hears it again
                 raise error
             return row  # type: ignore[return-value]
