@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree_cp.comm.ranges import range_indices
-from megatron_tree_cp.comm.transport import Route, Transport
+from megatron_tree_cp.comm.transport import Route, Transport, all_to_all
 
 if TYPE_CHECKING:
     from megatron_tree_cp.plan.exchange import RankExchange
@@ -199,11 +199,9 @@ class RangeExchange:
         send = send.contiguous()
         if self._transport is not None:
             return self._transport.all_to_all(send, self._routes[back])
-        counts = (self.send_counts, self.recv_counts)
-        out, into = reversed(counts) if back else counts
-        received = send.new_empty((sum(into), *send.shape[1:]))
-        dist.all_to_all_single(received, send, into, out, group=self.group)
-        return received
+        if back:
+            return all_to_all(send, self.recv_counts, self.send_counts, self.group)
+        return all_to_all(send, self.send_counts, self.recv_counts, self.group)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

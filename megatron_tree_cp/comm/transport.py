@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,6 +64,18 @@ class Transport(Protocol):
         """[sum of send_counts, W] contiguous -> [sum of recv_counts, W]."""
 
 
+def all_to_all(
+    send: torch.Tensor,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Rows [sum of send_counts, ...] -> [sum of recv_counts, ...] by the group's backend."""
+    received = send.new_empty((sum(recv_counts), *send.shape[1:]))
+    dist.all_to_all_single(received, send, list(recv_counts), list(send_counts), group=group)
+    return received
+
+
 class CollectiveTransport:
     """`all_to_all_single` of the group's backend."""
 
@@ -71,10 +84,7 @@ class CollectiveTransport:
         self.name: str = dist.get_backend(group)
 
     def all_to_all(self, send: torch.Tensor, route: Route) -> torch.Tensor:
-        received = send.new_empty((sum(route.recv_counts), *send.shape[1:]))
-        counts = list(route.recv_counts), list(route.send_counts)
-        dist.all_to_all_single(received, send, *counts, group=self.group)
-        return received
+        return all_to_all(send, route.send_counts, route.recv_counts, self.group)
 
 
 class PeerTransport:
