@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from ...comm.exchange import RangeExchange
+from ...comm.upload import upload
 from ...ops.attention.backward import backward_pass
 from ...ops.attention.interval_mask import IntervalMask
 from ...ops.attention.merge import merge_into
 from ...ops.attention.registry import AttentionCase, select
-from ...ops.attention.stages import QUERY_ALIGNMENT
+from ...ops.attention.stages import build_stage
 from ...plan.exchange import RankExchange
 from ...plan.model import LayerClass
 from ...plan.values import frozen_array
@@ -286,18 +287,5 @@ class _Bench:
 
 def device_mask(stage: StageCase, device: torch.device) -> tuple[IntervalMask, slice]:
     """The mask of a stage's kernel call, and its queries in the shard."""
-    begin = stage.plan.query_range[0] // QUERY_ALIGNMENT * QUERY_ALIGNMENT
-    end = stage.plan.query_range[1]
-    lo, hi, positions, _ = stage.plan.keys.expand()
-    low, high = (
-        torch.from_numpy((x - begin).clip(0, end - begin)).to(device, torch.int32) for x in (lo, hi)
-    )
-    diagonal = begin == 0 and bool(stage.plan.keys.diagonal.all())
-    if stage.window is None:
-        return IntervalMask(low, high, end - begin, diagonal=diagonal), slice(begin, end)
-    queries, keys = (
-        torch.from_numpy(x.copy()).to(device, torch.int32)
-        for x in (stage.positions[begin:end], positions)
-    )
-    mask = IntervalMask(low, high, end - begin, queries, keys, stage.window, diagonal)
-    return mask, slice(begin, end)
+    built = build_stage(stage.plan, stage.window, upload(stage.positions, device))
+    return built.mask, built.rows

@@ -122,6 +122,11 @@ def prepare_tables(stages: AttentionStages, kernel: Any, head_dim: int, value_di
 
 
 def _stage(ctx: TreeContext, plan: StagePlan, window: int | None) -> Stage:
+    return build_stage(plan, window, ctx.positions)
+
+
+def build_stage(plan: StagePlan, window: int | None, shard_positions: torch.Tensor) -> Stage:
+    """A planned stage on the device of ``shard_positions`` int[T], the positions of its shard."""
     # Kernels that share a row-wise accumulator between stages find a stage's rows by tile.
     q_begin = plan.query_range[0] // QUERY_ALIGNMENT * QUERY_ALIGNMENT
     q_end = plan.query_range[1]
@@ -132,7 +137,7 @@ def _stage(ctx: TreeContext, plan: StagePlan, window: int | None) -> Stage:
         keys.query_hi - q_begin,
         keys.diagonal,
         keys.position,
-        device=ctx.device,
+        device=shard_positions.device,
     )
     lo, hi, own, positions = (ranges.column(i) for i in range(4))
     # A diagonal range's lo may pass its hi inside a tail; kernels want 0 <= lo, hi <= queries.
@@ -143,7 +148,7 @@ def _stage(ctx: TreeContext, plan: StagePlan, window: int | None) -> Stage:
     if window is None:
         mask = IntervalMask(lo, hi, q_end - q_begin, diagonal=diagonal)
     else:
-        queries = ctx.positions[q_begin:q_end].to(torch.int32)
+        queries = shard_positions[q_begin:q_end].to(torch.int32)
         mask = IntervalMask(
             lo, hi, q_end - q_begin, queries, positions + ranges.offset, window, diagonal
         )
