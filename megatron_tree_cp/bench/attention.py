@@ -258,15 +258,7 @@ class AttentionBench:
     def _timed(self, context: TreeContext, inputs: list[torch.Tensor]) -> tuple[float, float]:
         """(forward, backward) ms of one call, the slowest rank's."""
         leaves = [x.detach().requires_grad_() for x in inputs[1:]]
-        self.clock.wait()
-        marks = [self.clock.mark()]
-        out = self._forward(context, leaves)
-        marks.append(self.clock.mark())
-        torch.autograd.grad(out, leaves, inputs[0])
-        marks.append(self.clock.mark())
-        self.clock.wait()
-        forward, backward = self.clock.spans(marks)
-        return forward, backward
+        return self.clock.timed(lambda *x: self._forward(context, list(x)), leaves, inputs[0])
 
     def _tile_ratio(self, stages: AttentionStages, pairs: int) -> float:
         """Pairs of all touched 128 x 128 tiles of all ranks over the visible pairs; the mean of
