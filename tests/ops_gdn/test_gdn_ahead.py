@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree_cp.comm import TreeContext
+from megatron_tree_cp.comm.upload import upload_together
 from megatron_tree_cp.ops.gdn.ahead import upload_recurrent_row
-from megatron_tree_cp.ops.gdn.tables import upload_together
 from megatron_tree_cp.plan import LayerClass, ModelShape, plan_row
 from megatron_tree_cp.plan.recurrence_tables import BlockArrays, recurrent_row
 from tests.distributed import run_ranks

@@ -8,7 +8,8 @@ import torch
 
 from megatron_tree_cp.comm.context import TreeContext
 from megatron_tree_cp.comm.exchange import RangeExchange
-from megatron_tree_cp.ops.gdn.tables import recurrence_plan, upload_together
+from megatron_tree_cp.comm.upload import upload_together
+from megatron_tree_cp.ops.gdn.tables import recurrence_plan
 from megatron_tree_cp.plan.halo import ConvolutionArrays, HaloPlan
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megatron_tree_cp.comm.context import TreeContext
-from megatron_tree_cp.comm.upload import upload
+from megatron_tree_cp.comm.upload import upload_together
 from megatron_tree_cp.plan.recurrence import CHUNK, RankRecurrence, RecurrencePlan
 from megatron_tree_cp.plan.recurrence_tables import (
     PHASES,
@@ -25,9 +25,6 @@ from megatron_tree_cp.plan.recurrence_tables import (
     StateSlotArrays,
 )
 from megatron_tree_cp.plan.values import Array
-
-ALIGNMENT = 16
-"""Bytes: kernels are compiled for pointers that are multiples of this."""
 
 
 @dataclass(frozen=True)
@@ -212,19 +209,3 @@ def _state_slots(slots: StateSlotArrays, tensors: Iterator[torch.Tensor]) -> Sta
 
 def _gradient_slots(slots: GradientSlotArrays, tensors: Iterator[torch.Tensor]) -> GradientSlots:
     return GradientSlots(slots.count, next(tensors), next(tensors), slots)
-
-
-def upload_together(arrays: list[Array], device: torch.device) -> list[torch.Tensor]:
-    """Tensors of ``arrays`` on ``device``, views of one buffer that travels in one copy."""
-    sizes = np.array([array.nbytes for array in arrays], dtype=np.int64)
-    places = np.cumsum(-(-sizes // ALIGNMENT) * ALIGNMENT)
-    buffer = np.zeros(int(places[-1]), dtype=np.uint8)
-    starts = [0, *places.tolist()]
-    for array, start in zip(arrays, starts, strict=False):
-        buffer[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
-    there = upload(buffer, device)
-    tensors = []
-    for array, start in zip(arrays, starts, strict=False):
-        kind = {"int32": torch.int32, "int64": torch.int64}[array.dtype.name]
-        tensors.append(there[start : start + array.nbytes].view(kind).view(array.shape))
-    return tensors
