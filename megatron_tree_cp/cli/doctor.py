@@ -63,8 +63,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _versions() -> Iterator[Finding]:
-    python = ".".join(map(str, sys.version_info[:3]))
-    yield Finding("python", "ok" if sys.version_info >= (3, 12) else "problem", python)
+    yield Finding("python", "ok", ".".join(map(str, sys.version_info[:3])))
     yield _megatron()
     for name, module, purpose in PACKAGES:
         version = _version(name, module)
