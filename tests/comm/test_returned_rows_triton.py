@@ -1,11 +1,8 @@
 """The GPU sum of returned rows against the torch one; without a GPU through the interpreter."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.kernel_script import run_script
 
 CHECK = """
 import sys
@@ -46,23 +43,10 @@ print("added")
 """
 
 
-def _run(device: str, env: dict[str, str]) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", CHECK, device],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, **env},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 def test_interpreted():
-    assert "added" in _run("cpu", {"TRITON_INTERPRET": "1"})
+    assert "added" in run_script(CHECK, "cpu")
 
 
 @pytest.mark.gpu
 def test_on_gpu():
-    assert "added" in _run("cuda", {})
+    assert "added" in run_script(CHECK, "cuda")

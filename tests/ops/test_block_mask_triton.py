@@ -1,11 +1,8 @@
 """The GPU's block tables against the torch ones; without a GPU through Triton's interpreter."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.kernel_script import run_script
 
 CHECK = """
 import sys, torch
@@ -43,23 +40,10 @@ print("equal")
 """
 
 
-def _run(device: str, env: dict[str, str]) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", CHECK, device],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, **env},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 def test_interpreted():
-    assert "equal" in _run("cpu", {"TRITON_INTERPRET": "1"})
+    assert "equal" in run_script(CHECK, "cpu")
 
 
 @pytest.mark.gpu
 def test_on_gpu():
-    assert "equal" in _run("cuda", {})
+    assert "equal" in run_script(CHECK, "cuda")

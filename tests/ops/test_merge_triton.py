@@ -1,11 +1,8 @@
 """The GPU merge against the torch one; without a GPU through Triton's interpreter."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.kernel_script import run_script
 
 CHECK = """
 import sys, torch
@@ -33,23 +30,10 @@ print("merged")
 """
 
 
-def _run(device: str, env: dict[str, str]) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", CHECK, device],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, **env},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 def test_interpreted():
-    assert "merged" in _run("cpu", {"TRITON_INTERPRET": "1"})
+    assert "merged" in run_script(CHECK, "cpu")
 
 
 @pytest.mark.gpu
 def test_on_gpu():
-    assert "merged" in _run("cuda", {})
+    assert "merged" in run_script(CHECK, "cuda")
