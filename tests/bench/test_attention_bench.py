@@ -37,6 +37,25 @@ def test_measures_and_writes_evidence(tmp_path):
     assert "short" in done.stdout
 
 
+def test_a_gradient_that_is_nan_times_nothing(monkeypatch, capsys):
+    import torch
+
+    from megatron_tree_cp import ops
+    from megatron_tree_cp.cli import main
+
+    right = ops.tree_attention
+
+    def broken(q, k, v, context, impl, **more):
+        if impl == "auto":  # the kernel on trial; what it is held to stays
+            v.register_hook(lambda grad: torch.full_like(grad, float("nan")))
+        return right(q, k, v, context, impl=impl, **more)
+
+    monkeypatch.setattr(ops, "tree_attention", broken, raising=False)
+    words = "bench attention --device cpu --dtype float32 --heads 4/2/16 --preset short"
+    assert main([*words.split(), *"--tokens 512 --warmup 0 --rows 1".split()]) == 2
+    assert "error nan > " in capsys.readouterr().err
+
+
 def test_spread_and_refusals(tmp_path):
     assert spread([1.0, 2.0, 9.0]) == {"median": 2.0, "p95": 9.0, "worst": 9.0}
     assert spread([1.0, 2.0, 9.0], higher_is_better=True)["worst"] == 1.0
