@@ -122,6 +122,9 @@ class ConvolutionArrays(ArrayValue):
 
     width: int
     part: RankHalo
+    heads: Array
+    """int32[.]: tokens of the shard that read across their run's start, ascending."""
+
     late_rows: Array
     """int32[m]: rows of [shard; halo] that taps across a run's start read, ascending."""
 
@@ -129,7 +132,7 @@ class ConvolutionArrays(ArrayValue):
     """int32[m + 1]"""
 
     late_readers: Array
-    """int32[.]: tap * n + token, the readers of each late row, in a fixed order."""
+    """int32[.]: tap * len(heads) + head, the readers of each late row, in a fixed order."""
 
     exchange: RankExchange | None
     """Brings the halo; None when no rank of the row needs any."""
@@ -146,11 +149,12 @@ class ConvolutionArrays(ArrayValue):
     def of(cls, plan: HaloPlan, rank: int) -> ConvolutionArrays:
         """The arrays of ``rank``."""
         part = plan.rank(rank)
-        rows, offsets, readers = _late(part)
+        heads, rows, offsets, readers = _late(part)
         exchange = plan.exchange.rank(rank) if len(plan.exchange.length) else None
         return cls(
             plan.width,
             part,
+            heads=frozen_array(heads, np.int32),
             late_rows=frozen_array(rows, np.int32),
             late_offsets=frozen_array(offsets, np.int32),
             late_readers=frozen_array(readers, np.int32),
@@ -158,14 +162,16 @@ class ConvolutionArrays(ArrayValue):
         )
 
 
-def _late(part: RankHalo) -> tuple[Array, Array, Array]:
-    """Rows read across a run's start, and their readers (tap * n + token) in CSR form."""
-    tokens, reach = int(part.length.sum()), part.before.shape[1]
-    offset, tap = np.triu_indices(reach)  # the token `offset` rows into a run reads across by `tap`
+def _late(part: RankHalo) -> tuple[Array, Array, Array, Array]:
+    """Tokens that read across a run's start; the rows that they read, and those rows' readers (tap
+    * tokens + index of the token) in CSR form."""
+    offset, tap = np.triu_indices(part.before.shape[1])  # token `offset` of a run reads by `tap`
     row = part.before[:, tap - offset]
-    reader = tap * tokens + part.start[:, None] + offset
+    token, by = part.start[:, None] + offset, np.broadcast_to(tap, row.shape)
     valid = (row >= 0) & (offset < part.length[:, None])
-    row, reader = row[valid], reader[valid]
+    row, by = row[valid], by[valid]
+    heads, head = np.unique(token[valid], return_inverse=True)
+    reader = by * len(heads) + head
     order = np.lexsort((reader, row))
     rows, counts = np.unique(row, return_counts=True)
-    return rows, np.concatenate([[0], np.cumsum(counts)]), reader[order]
+    return heads, rows, np.concatenate([[0], np.cumsum(counts)]), reader[order]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from megatron_tree_cp.comm.context import TreeContext
@@ -11,6 +13,10 @@ from megatron_tree_cp.comm.exchange import RangeExchange
 from megatron_tree_cp.comm.upload import upload_together
 from megatron_tree_cp.ops.gdn.tables import recurrence_plan
 from megatron_tree_cp.plan.halo import ConvolutionArrays, HaloPlan
+
+PIECE_TOKENS = 61
+"""Tokens of a run that one program of a kernel takes at most: with three tokens more, which a
+convolution of four taps reads in backward, whole steps of eight."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +32,12 @@ class ConvTables:
     taps: torch.Tensor
     """int32[K - 1, n]: rows of [shard; halo] that the taps read, -1 for none."""
 
-    ends: torch.Tensor
-    """int32[n]: one past the last row of each row's run; inside it tap j of row t reads t - j."""
+    pieces: torch.Tensor
+    """int32[3, p]: first row, one past the last, and one past the last of the run, of each piece of
+    a run; inside a run tap j of row t reads t - j."""
+
+    heads: torch.Tensor
+    """int32[.]: tokens that read across their run's start, ascending."""
 
     late_rows: torch.Tensor
     """int32[m]: rows of [shard; halo] that taps across a run's start read, ascending."""
@@ -36,7 +46,7 @@ class ConvTables:
     """int32[m + 1]"""
 
     late_readers: torch.Tensor
-    """int32[.]: tap * n + token, the readers of each late row, in a fixed order."""
+    """int32[.]: tap * heads + head, the readers of each late row, in a fixed order."""
 
     num_local_late: int
     """How many of the late rows are the shard's own; the others are the halo's."""
@@ -47,6 +57,18 @@ class ConvTables:
     distributed: bool
     """Rows of this context parallelism may have a halo: what kernels are specialised on, where
     asking this row's halo would compile anew when rows change."""
+
+
+class ConvolutionCall(NamedTuple):
+    """One rank's operands of a convolution: the real rows x [n, C], the received rows halo [h, C],
+    weight [C, K], bias [C] or None."""
+
+    x: torch.Tensor
+    halo: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    tables: ConvTables
+    silu: bool
 
 
 def conv_tables(
@@ -69,14 +91,16 @@ def build_conv_tables(arrays: ConvolutionArrays, ctx: TreeContext) -> ConvTables
     exchange = None
     if arrays.exchange is not None:
         exchange = RangeExchange(arrays.exchange, ctx.cp_group, ctx.device, ctx.stream)
-    start, length, before, late_rows, late_offsets, late_readers = upload_together(
+    start, length, before, heads, late_rows, late_offsets, late_readers, pieces = upload_together(
         [
             part.start,
             part.length,
             part.before,
+            arrays.heads,
             arrays.late_rows,
             arrays.late_offsets,
             arrays.late_readers,
+            _pieces(part.start, part.length),
         ],
         ctx.device,
     )
@@ -93,7 +117,8 @@ def build_conv_tables(arrays: ConvolutionArrays, ctx: TreeContext) -> ConvTables
         num_tokens=tokens,
         num_received=part.num_received,
         taps=taps.int(),
-        ends=(start + length)[run].int(),
+        pieces=pieces,
+        heads=heads,
         late_rows=late_rows,
         late_offsets=late_offsets,
         late_readers=late_readers,
@@ -101,3 +126,12 @@ def build_conv_tables(arrays: ConvolutionArrays, ctx: TreeContext) -> ConvTables
         exchange=exchange,
         distributed=ctx.cp_size > 1,
     )
+
+
+def _pieces(start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """int32[3, p]: see `ConvTables.pieces`."""
+    count = -(-length // PIECE_TOKENS)
+    first = np.repeat(np.cumsum(count) - count, count)
+    begin = np.repeat(start, count) + (np.arange(len(first)) - first) * PIECE_TOKENS
+    run_end = np.repeat(start + length, count)
+    return np.stack([begin, np.minimum(begin + PIECE_TOKENS, run_end), run_end]).astype(np.int32)

@@ -9,74 +9,56 @@ from __future__ import annotations
 
 import torch
 
-from megatron_tree_cp.ops.gdn.conv_tables import ConvTables
+from megatron_tree_cp.ops.gdn.conv_tables import ConvolutionCall, ConvTables
 
 
-def forward(
-    x: torch.Tensor,
-    halo: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    tables: ConvTables,
-    silu: bool,
-    rows: int,
-    sizes: tuple[int, ...],
-) -> tuple[torch.Tensor, ...]:
+def forward(call: ConvolutionCall, rows: int, sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
     """[n, size] for each size: the channels, in parts that are contiguous.
 
-    From the real rows x [n, C] and the received rows halo [h, C]. A kernel that can leaves padding
-    at 0 and returns [rows, size] instead.
+    A kernel that can leaves padding at 0 and returns [rows, size] instead.
     """
-    pre = _pre_activation(x, halo, weight, bias, tables)
-    out = (pre * torch.sigmoid(pre) if silu else pre).to(x.dtype)
+    pre = _pre_activation(call)
+    out = (pre * torch.sigmoid(pre) if call.silu else pre).to(call.x.dtype)
     return tuple(part.contiguous() for part in out.split(sizes, dim=1))
 
 
-def backward_local(
-    douts: tuple[torch.Tensor, ...],
-    x: torch.Tensor,
-    halo: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    tables: ConvTables,
-    silu: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dpre [n, C], dhalo [h, C], dweight [C, K], dbias [C]): all but the gradient of x.
+def backward_heads(
+    call: ConvolutionCall, douts: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what `backward_rows` takes of it, dhalo [h, C]), from the gradients [n, size] of the parts.
 
-    From the gradients [n, size] of the parts.
+    Here the former is the gradient of every pre-activation, [n, C].
     """
-    pre = _pre_activation(x, halo, weight, bias, tables)
+    pre = _pre_activation(call)
     dpre = torch.cat(douts, dim=1).to(pre.dtype)
-    if silu:
+    if call.silu:
         gate = torch.sigmoid(pre)
         dpre = dpre * gate * (1 + pre * (1 - gate))
-    width, source = weight.shape[1], _source(x, halo, pre.dtype)
-    columns = [(dpre * source[rows]).sum(0) for rows in _taps(tables, width)]
+    tokens = len(call.x)
+    return dpre, _spread(dpre, call)[tokens : tokens + len(call.halo)]
+
+
+def backward_rows(
+    call: ConvolutionCall, douts: tuple[torch.Tensor, ...], dpre: torch.Tensor, rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dx [n, C], dweight [C, K], dbias [C]), without what other ranks return.
+
+    A kernel that can leaves padding at 0 and returns dx [rows, C].
+    """
+    width, source = call.weight.shape[1], _source(call.x, call.halo, dpre.dtype)
+    columns = [(dpre * source[rows]).sum(0) for rows in _taps(call.tables, width)]
     dweight = torch.stack(columns[::-1], dim=1)
-    dhalo = _spread(dpre, weight, tables)[len(x) : len(x) + len(halo)]
-    return dpre, dhalo, dweight, dpre.sum(0)
+    return _spread(dpre, call)[: len(dpre)], dweight, dpre.sum(0)
 
 
-def backward_input(
-    dpre: torch.Tensor, weight: torch.Tensor, tables: ConvTables, rows: int
-) -> torch.Tensor:
-    """dx [n, C] of the real rows; a kernel that can leaves padding at 0 and returns [rows, C]."""
-    return _spread(dpre, weight, tables)[: len(dpre)]
-
-
-def _pre_activation(
-    x: torch.Tensor,
-    halo: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    tables: ConvTables,
-) -> torch.Tensor:
+def _pre_activation(call: ConvolutionCall) -> torch.Tensor:
+    x, weight = call.x, call.weight
     dtype = torch.promote_types(x.dtype, torch.float32)
-    source, weight = _source(x, halo, dtype), weight.to(dtype)
+    source, weight = _source(x, call.halo, dtype), weight.to(dtype)
     pre = torch.zeros_like(x, dtype=dtype)
-    if bias is not None:
-        pre += bias.to(dtype)
-    for tap, rows in enumerate(_taps(tables, weight.shape[1])):
+    if call.bias is not None:
+        pre += call.bias.to(dtype)
+    for tap, rows in enumerate(_taps(call.tables, weight.shape[1])):
         pre += weight[:, weight.shape[1] - 1 - tap] * source[rows]
     return pre
 
@@ -94,11 +76,11 @@ def _taps(tables: ConvTables, width: int) -> list[torch.Tensor]:
     return [own, *(taps[tap].masked_fill(taps[tap] < 0, zero) for tap in range(width - 1))]
 
 
-def _spread(dpre: torch.Tensor, weight: torch.Tensor, tables: ConvTables) -> torch.Tensor:
+def _spread(dpre: torch.Tensor, call: ConvolutionCall) -> torch.Tensor:
     """Gradient of every row of `_source`."""
-    rows = tables.num_tokens + tables.num_received + 1
+    rows = call.tables.num_tokens + call.tables.num_received + 1
     total = dpre.new_zeros(rows, dpre.shape[1])
-    width = weight.shape[1]
-    for tap, index in enumerate(_taps(tables, width)):
-        total.index_add_(0, index, dpre * weight[:, width - 1 - tap].to(dpre.dtype))
+    width = call.weight.shape[1]
+    for tap, index in enumerate(_taps(call.tables, width)):
+        total.index_add_(0, index, dpre * call.weight[:, width - 1 - tap].to(dpre.dtype))
     return total

@@ -1,8 +1,8 @@
 """`tree_causal_conv1d`: the public causal convolution along tree paths, and its executor.
 
 forward    start halo exchange | wait | convolve
-backward   gradients of pre-activation, weight, bias and halo | start halo return
-           | gradient of x | wait, add what returned
+backward   gradients of what reads across runs' starts, of the halo | start halo return
+           | gradients of x, weight and bias | wait, add what returned
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_tree_cp.comm.context import TreeContext
 from megatron_tree_cp.ops.gdn import reference
-from megatron_tree_cp.ops.gdn.conv_tables import ConvTables, conv_tables
+from megatron_tree_cp.ops.gdn.conv_tables import ConvolutionCall, ConvTables, conv_tables
 from megatron_tree_cp.ops.gdn.distributed import pad
 from megatron_tree_cp.ops.gdn.registry import CONVOLUTIONS, GdnCase, select
 from megatron_tree_cp.ops.gdn.row import token_parents
@@ -130,7 +130,8 @@ class _TreeConvolution(torch.autograd.Function):
         halo = x.new_zeros(0, x.shape[1])
         if tables.exchange is not None:
             halo = tables.exchange.start(real).wait()
-        outs = kernel.forward(real, halo, weight, bias, tables, silu, x.shape[0], sizes)
+        call = ConvolutionCall(real, halo, weight.contiguous(), bias, tables, silu)
+        outs = kernel.forward(call, x.shape[0], sizes)
         ctx.save_for_backward(x, halo, weight, bias)
         ctx.tables, ctx.silu, ctx.kernel = tables, silu, kernel
         return tuple(pad(out, x.shape[0]) for out in outs)
@@ -141,13 +142,13 @@ class _TreeConvolution(torch.autograd.Function):
         x, halo, weight, bias = ctx.saved_tensors
         tables: ConvTables = ctx.tables
         real = slice(0, tables.num_tokens)
-        dpre, dhalo, dweight, dbias = ctx.kernel.backward_local(
-            tuple(d[real] for d in douts), x[real], halo, weight, bias, tables, ctx.silu
-        )
+        call = ConvolutionCall(x[real], halo, weight.contiguous(), bias, tables, ctx.silu)
+        douts = tuple(dout[real] for dout in douts)
+        heads, dhalo = ctx.kernel.backward_heads(call, douts)
         pending = None
         if tables.exchange is not None:
             pending = tables.exchange.start_transposed(dhalo)
-        dx = ctx.kernel.backward_input(dpre, weight, tables, x.shape[0])
+        dx, dweight, dbias = ctx.kernel.backward_rows(call, douts, heads, x.shape[0])
         if pending is not None:
             tables.exchange.accumulate(dx[real], pending.wait())
         return (

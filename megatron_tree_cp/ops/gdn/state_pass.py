@@ -20,6 +20,8 @@ from megatron_tree_cp.ops.gdn.tables import GradientSlots, Level, RecurrenceTabl
 # Columns of a state that one program keeps in registers, by key head dim.
 _COLUMNS = {64: 64, 128: 32, 256: 16}
 
+_WARPS = 4
+
 # Shared memory (bytes a program) that three stages of the widest pass take at 128 key channels.
 _THREE_STAGES = 180_000
 
@@ -100,7 +102,7 @@ def pass_gradients(
         BT=tables.chunk,
         BK=tile_k,
         BV=tile_v,
-        num_warps=4,
+        num_warps=_WARPS,
         num_stages=_stages(key_dim, k.device),
     )
 
@@ -144,7 +146,7 @@ def _launch_forward(
         SUMMARY=summary,
         # Maps of several chunks multiply: operands of the summary keep more than 8 bits.
         PRECISION="tf32" if summary else None,
-        num_warps=4,
+        num_warps=_WARPS,
         num_stages=1 if summary and key_dim > 128 else _stages(key_dim, k.device),
     )
 
