@@ -101,11 +101,12 @@ class GdnBench:
         device: torch.device,
         say: Say = lambda text: None,
         tb_per_s: float = H200_TB_PER_S,
+        pause_ms: float = 0.0,
     ):
         self.shape, self.group, self.device, self.say = shape, group, device, say
         self.tb_per_s = tb_per_s
         self.cp = 1 if group is None else dist.get_world_size(group)
-        self.clock = Clock(group, device)
+        self.clock = Clock(group, device, pause_ms)
 
     def check(self, tree: PackedTree) -> float:
         """Check a row whose chains cross all ranks; returns the worst relative error.

@@ -15,11 +15,12 @@ import torch.distributed as dist
 class Clock:
     """Marks in time on the ranks of one group.
 
-    ``group`` is None for one rank; every rank of a group makes the same calls.
+    ``group`` is None for one rank; every rank of a group makes the same calls. ``pause_ms`` stands
+    before each timed call, for a device that shall stay below its power limit.
     """
 
-    def __init__(self, group: Any, device: torch.device) -> None:
-        self.group, self.device = group, device
+    def __init__(self, group: Any, device: torch.device, pause_ms: float = 0.0) -> None:
+        self.group, self.device, self.pause_ms = group, device, pause_ms
 
     def wait(self) -> None:
         """Until all ranks and their devices are done."""
@@ -29,6 +30,12 @@ class Clock:
             dist.barrier(group=self.group)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
+
+    def pause(self) -> None:
+        """Let the device rest before a timed call, where pauses are asked for."""
+        if self.pause_ms:
+            self.wait()
+            time.sleep(self.pause_ms / 1e3)
 
     def mark(self) -> Any:
         """A point in time of the device's current stream."""
@@ -58,6 +65,7 @@ class Clock:
         Args:
             forward: of the leaves, which require gradients; its output has the shape of `grad`.
         """
+        self.pause()
         self.wait()
         marks = [self.mark()]
         out = forward(*leaves)

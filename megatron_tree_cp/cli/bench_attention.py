@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
     shape = Shape(query_heads, kv_heads, head_dim, dtype, args.impl, args.window, args.sink)
     with ranks(args) as here:
         limits = {
-            cp: dense_causal_tflops(shape, Clock(group, here.device))
+            cp: dense_causal_tflops(shape, Clock(group, here.device, args.pause))
             for cp, group in here.groups.items()
             if here.rank < cp
         }
@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> None:
             for cp, group in here.groups.items():
                 if here.rank < cp:
                     transport = transports.get(cp)
-                    bench = AttentionBench(shape, group, here.device, args.waves, transport)
+                    options = (args.waves, transport, args.pause)
+                    bench = AttentionBench(shape, group, here.device, *options)
                     error = bench.check(preset_tree(preset, cp, 0, 2048 * cp))
                     allowed = 4 * torch.finfo(shape.dtype).eps
                     if not error <= allowed:  # NaN fails as well
@@ -98,19 +99,20 @@ def run(args: argparse.Namespace) -> None:
                             variant=f"{shape.name} {shape.kernel(here.device)}"
                             + ("" if args.window is None else f" w{args.window}")
                             + (" sink" if args.sink else "")
-                            + (" peer" if cp in transports else ""),
+                            + (" peer" if cp in transports else "")
+                            + (" paused" if args.pause else ""),
                             metrics=metrics,
                             command=_command(args),
                             rows=[vars(row) for row in rows],
                             **identity(args, here.device, ("flash-attn-4", "nvidia-cutlass-dsl")),
                         )
                     )
+                    if here.rank == 0 and args.evidence:  # what is measured stays measured
+                        write_evidence(args.evidence, evidence)
                 if here.world > 1:
                     dist.barrier()
         if here.rank == 0:
             Console(width=170).print(_table(evidence))
-            if args.evidence:
-                write_evidence(args.evidence, evidence)
 
 
 def _command(args: argparse.Namespace) -> str:

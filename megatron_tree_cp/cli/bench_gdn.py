@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
             for cp, group in here.groups.items():
                 if here.rank < cp:
                     say = _say(here, preset, cp)
-                    bench = GdnBench(shape, group, here.device, say, args.bandwidth)
+                    bench = GdnBench(shape, group, here.device, say, args.bandwidth, args.pause)
                     evidence.append(_record(args, bench, preset))
                     keep()
                     if args.baselines:
@@ -127,7 +127,8 @@ def _record(args: argparse.Namespace, bench: GdnBench, preset: str) -> Evidence:
         what="gdn",
         preset=preset,
         cp=bench.cp,
-        variant=f"{bench.shape.name} {bench.shape.kernel(bench.device, bench.cp)}",
+        variant=f"{bench.shape.name} {bench.shape.kernel(bench.device, bench.cp)}"
+        + " paused" * bool(args.pause),
         metrics=metrics,
         command=command(args, "gdn", options),
         rows=[vars(row) for row in rows],

@@ -26,6 +26,13 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     add("--warmup", type=int, default=16, metavar="N", help="rows that are not measured")
     add("--rows", type=int, default=16, metavar="N", help="rows that are")
+    add(
+        "--pause",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="before each timed call: keeps a device below its power limit, as 50 does an H200",
+    )
     add("--tokens", type=int, metavar="N", help="tokens a row, instead of the preset's")
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--commit", default="unknown", metavar="HASH", help="recorded in the evidence")
@@ -100,6 +107,8 @@ def command(args: argparse.Namespace, operator: str, options: Sequence[str]) -> 
     words += [f"--preset {' '.join(args.preset)}", f"--cp {' '.join(map(str, args.cp))}", *options]
     words += [f"--dtype {args.dtype} --impl {args.impl}"]
     words += [f"--warmup {args.warmup} --rows {args.rows}"]
+    if args.pause:
+        words.append(f"--pause {args.pause:g}")
     if args.tokens is not None:
         words.append(f"--tokens {args.tokens}")
     return " ".join(words)

@@ -91,39 +91,29 @@ def local_gradient(q, k, g, do, scale, chunk_size, **where):
     return dv
 
 
-def token_gradients(q, k, v, w, g, h, dv, do, dh, scale, chunk_size, **where):
-    heads = v.shape[2]
-    dq, dk, dw, dg = (_unwritten(x) for x in (q, k, w, g))
-    for block, rows in enumerate(_blocks(chunk_size=chunk_size, **where)):
-        state, writes = h[0, block], v[0, rows].transpose(0, 1)
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (q[:, rows], k[:, rows], g[:, rows])]
-            a, b, total = _heads(leaves[0], heads), _heads(leaves[1], heads), leaves[2][0].T
-            total = total * math.log(2)
-            out = _read(a, b, total, state, writes, scale)
-            late = (total[:, -1:] - total).exp()[:, :, None]
-            end = total[:, -1].exp()[:, None, None] * state + (b * late).mT @ writes
-        grads = torch.autograd.grad([out, end], leaves, [do[0, rows].transpose(0, 1), dh[0, block]])
-        dq[:, rows], dk[:, rows], dg[:, rows] = grads[0], grads[1], grads[2] / math.log(2)
-        dw[0, rows] = -(dv[0, rows].transpose(0, 1) @ state.mT).transpose(0, 1)
-    return dq, dk, dw, dg
+class _SolveGradient:
+    """A kernel: called with a grid, it fills dk by value head, dv, db and dg."""
 
+    def __getitem__(self, grid):
+        return self._launch
 
-def solve_gradient(k, v, beta, g, A, dw, du, **where):
-    found = [_unwritten(x) for x in (k, v, beta, g)]
-    for rows in _blocks(chunk_size=A.shape[3], **where):
-        with torch.enable_grad():
-            leaves = [x[:, rows].detach().requires_grad_() for x in (k, v, beta, g)]
-            keys, b = _heads(leaves[0], v.shape[2]), leaves[2][0].T
-            total = leaves[3][0].T * math.log(2)
-            right = [b * total.exp(), b]
-            right = [r[:, :, None] * x for r, x in zip(right, (keys, leaves[1][0].transpose(0, 1)))]
-            made = torch.linalg.solve(_system(keys, b, total), torch.cat(right, dim=2))
-        grad = torch.cat([dw[0, rows], du[0, rows]], dim=2).transpose(0, 1)
-        for x, part in zip(found, torch.autograd.grad(made, leaves, grad)):
-            x[:, rows] = part
-    dk, dv, dbeta, dg = found
-    return dk, dv, dbeta, dg / math.log(2)
+    def _launch(self, k, v, beta, g, A, dw, du, dk, dv, db, dg, cu_seqlens, chunk_indices, BT, **_):
+        k, heads = k.repeat_interleave(v.shape[1] // k.shape[1], dim=1), v.shape[1]
+        for rows in _blocks(cu_seqlens, chunk_indices, BT):
+            with torch.enable_grad():
+                leaves = [x[rows].detach().requires_grad_() for x in (k, v, beta, g)]
+                keys, b = leaves[0].transpose(0, 1), leaves[2].T
+                total = leaves[3].T * math.log(2)
+                right = [b * total.exp(), b]
+                right = [
+                    r[:, :, None] * x for r, x in zip(right, (keys, leaves[1].transpose(0, 1)))
+                ]
+                made = torch.linalg.solve(_system(keys, b, total), torch.cat(right, dim=2))
+            grad = torch.cat([dw[rows], du[rows]], dim=2).transpose(0, 1)
+            for x, part in zip((dk, dv, db, dg), torch.autograd.grad(made, leaves, grad)):
+                x[rows] = part
+            dg[rows] /= math.log(2)
+        assert dk.shape[1] == heads
 
 
 FLA = SimpleNamespace(
@@ -133,6 +123,5 @@ FLA = SimpleNamespace(
     recompute_w_u=recompute_w_u,
     output=output,
     local_gradient=local_gradient,
-    token_gradients=token_gradients,
-    solve_gradient=solve_gradient,
+    solve_gradient=_SolveGradient(),
 )

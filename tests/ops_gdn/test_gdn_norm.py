@@ -11,7 +11,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def _case(tokens, padding, heads, dim, dtype):
-    """(found, wanted) pairs, of y, the inverse length and dx from one and from two parts."""
+    """(found, wanted) pairs: y, the inverse length, dx from one and two parts, and by groups."""
     from megatron_tree_cp.ops.gdn import norm_triton
 
     generator = torch.Generator().manual_seed(tokens + dim)
@@ -24,15 +24,15 @@ def _case(tokens, padding, heads, dim, dtype):
     wide[tokens:] = float("nan")
     wide[:1] *= 1e-3  # eps shows
     x = wide[:, 16 : 16 + heads * dim].unflatten(1, (heads, dim))
-    parts = [normal(tokens, heads, dim).to(dtype) for _ in range(2)]
     y, inverse = norm_triton.forward(x, tokens)
     leaf = x[:tokens].double().requires_grad_()
     want = l2norm(leaf)
     length = (leaf.detach().square().sum(-1) + NORM_EPS).sqrt()
     pairs = [(y, want.detach()), (inverse, 1 / length)]
     assert y.dtype == dtype and inverse.dtype == torch.float32
-    for count in (1, 2):
-        dy = sum(part.double() for part in parts[:count])
+    for count, group in ((1, 1), (2, 1), (1, 3), (2, 2)):
+        parts = [normal(tokens, group * heads, dim).to(dtype) for _ in range(2)]
+        dy = sum(part.double().unflatten(1, (heads, group)).sum(2) for part in parts[:count])
         (dx,) = torch.autograd.grad(want, leaf, dy, retain_graph=True)
         found = norm_triton.backward(y, inverse, tuple(parts[:count]), tokens + padding)
         assert found.dtype == dtype and found.shape == x.shape

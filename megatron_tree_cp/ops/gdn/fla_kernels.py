@@ -1,8 +1,8 @@
 """Gated delta rule on GPU: FLA's kernels around our own state passes, which know the tree.
 
-FLA prepares, reads outputs and computes the gradients of tokens, for all runs at once as if they
-were sequences. Needs flash-linear-attention (checked with 0.6.0); fp16 and bf16. The functions are
-those of `tiled.py`.
+FLA prepares, reads outputs and differentiates the systems of blocks, for all runs at once as if
+they were sequences; states and the other gradients of tokens are ours. Needs flash-linear-attention
+(checked with 0.6.0); fp16 and bf16. The functions are those of `tiled.py`.
 
 Of a shard's T rows the first n are tokens. FLA reads n rows, since one of its kernels multiplies
 rows past a run's end by 0; what it allocates as large as v, beta or the writes has T rows, so that
@@ -17,8 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import triton
 
-from megatron_tree_cp.ops.gdn import norm_triton, state_pass
+from megatron_tree_cp.ops.gdn import norm_triton, state_pass, token_gradients_triton
 from megatron_tree_cp.ops.gdn.tables import GradientSlots, Level, RecurrenceTables, StateSlots
 
 Tensors = tuple[torch.Tensor, ...]
@@ -28,9 +29,12 @@ Tensors = tuple[torch.Tensor, ...]
 def _fla() -> Any:
     """FLA's functions that we call, imported when the first layer runs."""
     try:
-        from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv_local, chunk_fwd_o
+        from fla.ops.common.chunk_o import chunk_bwd_dv_local, chunk_fwd_o
         from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
-        from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
+        from fla.ops.gated_delta_rule.wy_fast import (
+            prepare_wy_repr_bwd_kernel,
+            recompute_w_u_fwd,
+        )
         from fla.ops.utils import chunk_local_cumsum
         from fla.ops.utils.constant import RCP_LN2
     except ImportError as error:
@@ -45,8 +49,7 @@ def _fla() -> Any:
         recompute_w_u=recompute_w_u_fwd,
         output=chunk_fwd_o,
         local_gradient=chunk_bwd_dv_local,
-        token_gradients=chunk_bwd_dqkwg,
-        solve_gradient=prepare_wy_repr_bwd,
+        solve_gradient=prepare_wy_repr_bwd_kernel,
     )
 
 
@@ -229,33 +232,24 @@ def token_gradients(prep: Prepared, dout: torch.Tensor) -> Tensors:
     if n == 0:
         q, k = (x.new_zeros(rows, *x.shape[1:]) for x in (prep.q, prep.k))
         return q, k, torch.zeros_like(prep.v), prep.g, torch.zeros_like(prep.beta)
-    fla = _fla()
     assert prep.dout is not None and prep.gradients is not None and prep.dwrites is not None
-    dq, dk, dw, dg = fla.token_gradients(
-        q=prep.q[None],
-        k=prep.k[None],
-        v=prep.writes[:n][None],
-        w=prep.w[None],
-        g=prep.g[None],
-        h=prep.states[None],
-        dv=prep.dwrites[None],
-        do=prep.dout[None],
-        dh=prep.gradients[None],
-        scale=prep.scale,
-        **_sequences(prep.tables),
+    dq, dk, dw, dg = token_gradients_triton.token_gradients(
+        prep.q,
+        prep.k,
+        prep.writes,
+        prep.g,
+        prep.dout,
+        prep.dwrites,
+        prep.states,
+        prep.gradients,
+        prep.scale,
+        prep.tables.starts,
+        prep.tables.block_runs,
+        prep.tables.chunk,
     )
-    dk_system, dv, dbeta, dg_system = fla.solve_gradient(
-        k=prep.k[None],
-        v=prep.v[None],
-        beta=prep.beta[None],
-        g=prep.g[None],
-        A=prep.solved[None],
-        dw=dw,
-        du=prep.dwrites[None],
-        **_runs(prep.tables),
-    )
-    dg = fla.cumsum(dg.add_(dg_system), reverse=True, **_sequences(prep.tables))
-    dq, dk, dk_system, dv, dbeta = (x.squeeze(0) for x in (dq, dk, dk_system, dv, dbeta))
+    dk_system, dv, dbeta, dg_system = _solve_gradient(prep, dw)
+    del dw
+    dg = _fla().cumsum(dg.add_(dg_system)[None], reverse=True, **_sequences(prep.tables))
     dv[n:].zero_()
     dbeta[n:].zero_()
     if prep.lengths:
@@ -263,8 +257,42 @@ def token_gradients(prep: Prepared, dout: torch.Tensor) -> Tensors:
         dq = norm_triton.backward(prep.q, q_length, (dq,), rows)
         dk = norm_triton.backward(prep.k, k_length, (dk, dk_system), rows)
     else:
-        dk = dk + dk_system
+        group = (prep.q.shape[1], -1)
+        dq, dk = (x.unflatten(1, group).sum(2) for x in (dq, dk + dk_system))
     return dq, dk, dv, dg.squeeze(0), dbeta
+
+
+def _solve_gradient(prep: Prepared, dw: torch.Tensor) -> Tensors:
+    """dk [n, Hv, Dk], dv and dbeta [T, ...], dg [n, Hv] through the triangular systems of blocks.
+
+    FLA's kernel without the function around it, which would add dk over the heads of a group.
+    """
+    assert prep.dwrites is not None
+    heads, key_dim, value_dim = prep.w.shape[1], prep.k.shape[2], prep.v.shape[2]
+    dk, dv, dbeta, dg = (torch.empty_like(x) for x in (dw, prep.v, prep.beta, prep.g))
+    _fla().solve_gradient[(prep.tables.num_blocks, heads)](
+        k=prep.k,
+        v=prep.v,
+        beta=prep.beta,
+        g=prep.g,
+        A=prep.solved,
+        dw=dw,
+        du=prep.dwrites,
+        dk=dk,
+        dv=dv,
+        db=dbeta,
+        dg=dg,
+        **_runs(prep.tables),
+        T=len(prep.k),
+        H=prep.k.shape[1],
+        HV=heads,
+        K=key_dim,
+        V=value_dim,
+        BT=prep.tables.chunk,
+        BK=min(triton.next_power_of_2(key_dim), 64),
+        BV=min(triton.next_power_of_2(value_dim), 64),
+    )
+    return dk, dv, dbeta, dg
 
 
 def _runs(tables: RecurrenceTables) -> dict[str, Any]:

@@ -52,7 +52,8 @@ def backward(
 
     Args:
         y, inverse: what `forward` gave.
-        parts: one or two tensors [n, H, D], contiguous; dy is their sum, taken in fp32.
+        parts: one or two tensors [n, G * H, D], contiguous; dy is their sum, also over the G heads
+            of each group, taken in fp32.
         rows: rows of the result, at least n.
     """
     tokens, heads, dim = y.shape
@@ -68,6 +69,7 @@ def backward(
             second,
             dx,
             tokens * heads,
+            GROUP=first.shape[1] // heads,
             D=dim,
             BT=tile,
             BD=block,
@@ -116,6 +118,7 @@ def _backward_kernel(
     second,
     dx,
     rows,
+    GROUP: tl.constexpr,
     D: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
@@ -126,9 +129,12 @@ def _backward_kernel(
     mask = m_t[:, None] & (o_d < D)[None, :]
     at = o_t[:, None] * D + o_d[None, :]
     b_y = tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
-    b_dy = tl.load(first + at, mask=mask, other=0.0).to(tl.float32)
-    if second is not None:
-        b_dy += tl.load(second + at, mask=mask, other=0.0).to(tl.float32)
+    b_dy = tl.zeros([BT, BD], dtype=tl.float32)
+    for member in tl.static_range(GROUP):
+        of_member = (o_t[:, None] * GROUP + member) * D + o_d[None, :]
+        b_dy += tl.load(first + of_member, mask=mask, other=0.0).to(tl.float32)
+        if second is not None:
+            b_dy += tl.load(second + of_member, mask=mask, other=0.0).to(tl.float32)
     b_inverse = tl.load(inverse + o_t, mask=m_t, other=0.0)
     along = tl.sum(b_dy * b_y, axis=1)
     b_dx = (b_dy - along[:, None] * b_y) * b_inverse[:, None]

@@ -10,6 +10,7 @@ slots [., Hv, Dk, Dv] in fp32.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,13 +18,14 @@ import triton.language as tl
 
 from megatron_tree_cp.ops.gdn.tables import GradientSlots, Level, RecurrenceTables, StateSlots
 
-# Columns of a state that one program keeps in registers, by key head dim.
-_COLUMNS = {64: 64, 128: 32, 256: 16}
+_COLUMNS = {64: (64, 64), 128: (32, 64), 256: (16, 16)}
+"""Columns of a state that one program keeps in registers, by key head dim: where few runs leave
+processors idle, and where there are programs for all."""
 
 _WARPS = 4
 
-# Shared memory (bytes a program) that three stages of the widest pass take at 128 key channels.
 _THREE_STAGES = 180_000
+"""Shared memory (bytes a program) that three stages of the widest pass take at 128 key channels."""
 
 
 def pass_states(
@@ -77,33 +79,16 @@ def pass_gradients(
     """
     q, k, w, g, dout, local = inputs
     heads, key_dim, value_dim = w.shape[1], k.shape[2], dout.shape[2]
-    tile_k, tile_v = _tiles(key_dim, value_dim)
-    grid = (triton.cdiv(value_dim, tile_v) * heads, len(level.runs))
-    _gradient_kernel[grid](
-        q,
-        k,
-        w,
-        g,
-        dout,
-        local,
-        blocks,
-        dwrites,
-        gradients,
-        level.runs,
-        tables.starts,
-        tables.block_offsets,
-        slots.offsets,
-        slots.sources,
-        scale,
-        HK=k.shape[1],
-        HV=heads,
-        K=key_dim,
-        V=value_dim,
-        BT=tables.chunk,
-        BK=tile_k,
-        BV=tile_v,
-        num_warps=_WARPS,
-        num_stages=_stages(key_dim, k.device),
+    tiles = _tiles(key_dim, value_dim, heads * len(level.runs), k.device)
+    _launch(
+        _gradient_kernel,
+        tiles,
+        (value_dim, heads, len(level.runs)),
+        (
+            *(q, k, w, g, dout, local, blocks, dwrites, gradients, level.runs),
+            *(tables.starts, tables.block_offsets, slots.offsets, slots.sources, scale),
+        ),
+        {"HK": k.shape[1], "HV": heads, "K": key_dim, "V": value_dim, "BT": tables.chunk},
     )
 
 
@@ -119,51 +104,102 @@ def _launch_forward(
 ) -> None:
     k, w, u, g = inputs
     heads, key_dim, value_dim = w.shape[1], k.shape[2], u.shape[2]
-    tile_k, tile_v = _tiles(key_dim, value_dim)
+    # A summary is in tf32, twice as wide in shared memory: the narrow tile.
+    states_walked = 0 if summary else heads * len(level.runs)
+    tiles = _tiles(key_dim, value_dim, states_walked, k.device)
+    if summary and key_dim > 128:
+        tiles = tuple(tile._replace(stages=1) for tile in tiles)
     columns = value_dim + (key_dim if summary else 0)
-    grid = (triton.cdiv(columns, tile_v) * heads, len(level.runs))
-    _state_kernel[grid](
-        k,
-        w,
-        u,
-        g,
-        blocks,
-        writes,
-        states,
-        level.runs,
-        tables.starts,
-        tables.block_offsets,
-        slots.read,
-        slots.write,
-        HK=k.shape[1],
-        HV=heads,
-        K=key_dim,
-        V=value_dim,
-        COLUMNS=columns,
-        BT=tables.chunk,
-        BK=tile_k,
-        BV=tile_v,
-        SUMMARY=summary,
+    constants = {
+        "HK": k.shape[1],
+        "HV": heads,
+        "K": key_dim,
+        "V": value_dim,
+        "COLUMNS": columns,
+        "BT": tables.chunk,
+        "SUMMARY": summary,
         # Maps of several chunks multiply: operands of the summary keep more than 8 bits.
-        PRECISION="tf32" if summary else None,
-        num_warps=_WARPS,
-        num_stages=1 if summary and key_dim > 128 else _stages(key_dim, k.device),
+        "PRECISION": "tf32" if summary else None,
+    }
+    _launch(
+        _state_kernel,
+        tiles[:1] if summary else tiles,
+        (columns, heads, len(level.runs)),
+        (
+            *(k, w, u, g, blocks, writes, states, level.runs, tables.starts),
+            *(tables.block_offsets, slots.read, slots.write),
+        ),
+        constants,
     )
 
 
-def _tiles(key_dim: int, value_dim: int) -> tuple[int, int]:
-    tile_k = max(16, triton.next_power_of_2(key_dim))
-    columns = _COLUMNS.get(max(64, tile_k), 16)
-    return tile_k, min(columns, max(16, triton.next_power_of_2(value_dim)))
+def _launch(
+    kernel: Any,
+    tiles: tuple[_Tile, ...],
+    extents: tuple[int, int, int],
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
+) -> None:
+    """Launch with the first tile, for so many columns, heads and runs.
 
-
-def _stages(key_dim: int, device: torch.device) -> int:
-    """Stages of the loop over chunks.
-
-    With two, Triton starts the loads of a chunk at the end of the one before and waits for them at
-    once; the third gives them the time of a whole chunk.
+    The other tiles are compiled along, so that no later row compiles them.
     """
-    return 3 if key_dim <= 128 and _shared_memory(device) >= _THREE_STAGES else 2
+    columns, heads, runs = extents
+    tile, *others = tiles
+    kernel[(triton.cdiv(columns, tile.columns) * heads, runs)](
+        *arguments, **constants, **tile.options()
+    )
+    for other in others:
+        kinds = tuple(x.dtype if isinstance(x, torch.Tensor) else x for x in arguments)
+        _compile(kernel, other, kinds, tuple(constants.items()))
+
+
+@cache
+def _compile(
+    kernel: Any, tile: _Tile, kinds: tuple[Any, ...], constants: tuple[tuple[str, Any], ...]
+) -> None:
+    kernel.warmup(*kinds, grid=(1,), **dict(constants), **tile.options())
+
+
+class _Tile(NamedTuple):
+    """The part of a state that one program walks with, and the stages of its loop over chunks."""
+
+    rows: int
+    columns: int
+    stages: int
+
+    def options(self) -> dict[str, int]:
+        """Of a launch."""
+        return {
+            "BK": self.rows,
+            "BV": self.columns,
+            "num_warps": _WARPS,
+            "num_stages": self.stages,
+        }
+
+
+def _tiles(key_dim: int, value_dim: int, states: int, device: torch.device) -> tuple[_Tile, ...]:
+    """The tile of a launch that walks so many states, and those of other launches.
+
+    Narrow tiles give a chain more processors and, with a third stage, the loads of a chunk the time
+    of the whole chunk before: with two, Triton starts them at its end and waits at once. Wide tiles
+    read keys fewer times, and two stages let two programs share a processor.
+    """
+    rows = max(16, triton.next_power_of_2(key_dim))
+    columns = _COLUMNS.get(max(64, rows), (16, 16))
+    narrow, wide = (min(count, max(16, triton.next_power_of_2(value_dim))) for count in columns)
+    deep = key_dim <= 128 and _shared_memory(device) >= _THREE_STAGES
+    tiles = (_Tile(rows, narrow, 3 if deep else 2), _Tile(rows, wide, 2))
+    if narrow == wide or device.type != "cuda":
+        return tiles[:1]
+    programs = states * triton.cdiv(value_dim, narrow)
+    return tiles[::-1] if programs > _processors(device) else tiles
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache
