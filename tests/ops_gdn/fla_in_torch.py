@@ -41,7 +41,7 @@ def _system(k, beta, total):
     """[H, c, c]: I + strictly lower part; k [H, c, D], beta and total [H, c]."""
     between = (total[:, :, None] - total[:, None, :]).tril().exp()
     lower = ((k * beta[:, :, None]) @ k.mT * between).tril(-1)
-    return torch.eye(k.shape[1], dtype=k.dtype) + lower
+    return torch.eye(k.shape[1], dtype=k.dtype, device=k.device) + lower
 
 
 def solve(k, v, g, beta, chunk_size, **where):
