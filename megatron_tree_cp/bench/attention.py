@@ -22,8 +22,10 @@ from ..comm.transport import Transport
 from ..ops.attention.block_mask import tile_classes
 from ..ops.attention.registry import AttentionCase, Implementation, select
 from ..ops.attention.stages import AttentionStages, attention_stages, prepare_tables
+from ..plan.memory import attention_call_bytes
 from ..plan.model import LayerClass, ModelShape
 from ..plan.planner import plan_row
+from ..plan.row_plan import RowPlan
 from ..tree.packed_tree import PackedTree
 from .silence import without_exchanges
 from .timing import Clock
@@ -56,7 +58,7 @@ class Shape:
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
         )
-        return ModelShape(classes=(layer,), token_flops=0.0)
+        return ModelShape(classes=(layer,), token_flops=0.0, dtype_bytes=self.dtype.itemsize)
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -101,6 +103,8 @@ class RowResult:
     """The device's part of it: ranges to block tables."""
     tables_mib: float
     peak_gib: float
+    predicted_peak_gib: float
+    """What the process held before the row, and what the plan adds."""
     tiles_computed_per_visible: float
     imbalance: float
 
@@ -153,6 +157,7 @@ class AttentionBench:
 
     def measure(self, tree: PackedTree, row: int, repeats: int = 3) -> RowResult:
         """Plan, upload and time one row."""
+        held_before = self.clock.held_gib()
         started = time.perf_counter()
         plan = plan_row(tree, self.cp, self.shape.model(), waves=self.waves)
         planned = time.perf_counter()
@@ -182,6 +187,7 @@ class AttentionBench:
                 (uploaded - planned) * 1e3,
                 self.clock.peak_gib(),
                 held / 2**20,
+                held_before + self._predicted_bytes(plan) / 2**30,
             ]
         )
         return RowResult(
@@ -197,9 +203,16 @@ class AttentionBench:
             tables_ms=tables_ms,
             tables_mib=times[3],
             peak_gib=times[2],
+            predicted_peak_gib=times[4],
             tiles_computed_per_visible=self._tile_ratio(stages, pairs),
             imbalance=float(plan.predicted.imbalance),
         )
+
+    def _predicted_bytes(self, plan: RowPlan) -> float:
+        """What a row adds to this rank's memory at its peak; 0 on CPU, which measures none."""
+        if self.device.type != "cuda":
+            return 0.0
+        return float(attention_call_bytes(plan, self.shape.window)[self.rank])
 
     def exposed_ms(self, tree: PackedTree, trials: int = 30) -> tuple[float, float]:
         """Time of the exchanges that nothing hides: mean and half-width of its 95 % interval.

@@ -90,6 +90,12 @@ class Clock:
             return 0.0
         return torch.cuda.max_memory_allocated(self.device) / 2**30
 
+    def held_gib(self) -> float:
+        """This rank's device memory in tensors now, 0 on CPU."""
+        if self.device.type != "cuda":
+            return 0.0
+        return torch.cuda.memory_allocated(self.device) / 2**30
+
     def reset_peak(self) -> None:
         """Start a new peak."""
         if self.device.type == "cuda":

@@ -136,6 +136,7 @@ def _table(evidence) -> Table:
         "tables ms",
         "MiB",
         "peak GiB",
+        "predicted",
         "compiled",
     ]
     for head in heads:
@@ -164,6 +165,7 @@ def _table(evidence) -> Table:
             f"{median('tables_ms'):.2f}",
             f"{median('tables_mib'):.1f}",
             f"{median('peak_gib'):.2f}",
+            f"{median('predicted_peak_gib'):.2f}",
             f"{median('new_compilations'):.0f}",
         )
     return table

@@ -62,7 +62,7 @@ class Picture:
 
     num_tokens: int
     traffic: tuple[tuple[str, np.ndarray], ...]
-    """Per distinct class: bytes [source, destination] of one layer's forward."""
+    """Per distinct class: bytes [source, destination] of one layer's forward, in all hops."""
 
     timelines: tuple[LayerTimeline, ...]
     split: tuple[dict[str, float], ...]

@@ -35,7 +35,8 @@ def plan_record(name: str, plan: RowPlan, planning_ms: float, profile: str) -> d
     """A plan as JSON: predicted times, a table of ranks, layout, exchanges and digest.
 
     Times in ms over all layers of the model shape, ranges as [begin, end) row indices; ``pairs``
-    and ``remote_tokens`` of one layer per class.
+    and ``remote_tokens`` of one layer per class. ``exchanges`` are rows [source, destination] of
+    every wave, of both hops where it is ``two_level``.
     """
     layout, predicted = plan.layouts["main"], plan.predicted
     return {
@@ -78,6 +79,7 @@ def plan_record(name: str, plan: RowPlan, planning_ms: float, profile: str) -> d
                     "forward_fused": part.forward_fused,
                     "backward_fused": part.backward_fused,
                     "waves": part.num_waves,
+                    "two_level": list(part.two_level or [False] * part.num_waves),
                     "exchanges": [exchange.counts.tolist() for exchange in part.exchanges],
                 }
                 for name, part in plan.attention.items()

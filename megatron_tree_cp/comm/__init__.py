@@ -10,6 +10,7 @@ from typing import Any
 _EXPORTS = {
     "RangeExchange": "exchange",
     "PendingExchange": "exchange",
+    "TwoLevelRangeExchange": "two_level",
     "TreeContext": "context",
     "Agreement": "agreement",
     "AgreementError": "agreement",

@@ -92,7 +92,7 @@ def _encode(digest: str, error: str | None) -> torch.Tensor:
 
 
 def _decode(record: torch.Tensor) -> tuple[bool, str, str]:
-    raw = bytes(record.tolist())
+    raw = record.numpy().tobytes()
     digest = raw[1 : 1 + _DIGEST_BYTES].rstrip(b"\0").decode()
     message = raw[1 + _DIGEST_BYTES :].rstrip(b"\0").decode()
     return bool(raw[0]), digest, message or "failed without a message"

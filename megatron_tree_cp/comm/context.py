@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +25,8 @@ T = TypeVar("T")
 class TreeContext:
     """One rank's view of a plan: where its tokens are, and what layers share about the row.
 
+    A context shows the row in one layout, at first in "main"; `in_layout` gives it in another.
+
     Args:
         plan: the row's plan, equal on all ranks of the CP group.
         cp_group: process group of the plan's ranks; None for CP1.
@@ -34,7 +37,8 @@ class TreeContext:
 
     Attributes:
         rank, cp_size: this rank in the CP group, and the group's size.
-        num_tokens: T, rows of this rank's shard in layout "main", padding included.
+        layout_name, layout: the layout that this context shows; what follows is of it.
+        num_tokens: T, rows of this rank's shard, padding included.
         num_real: real tokens of the shard; they are its leading rows.
         row_indices: int64[T] row index of every shard row, -1 at padding.
         positions: int64[T] logical position of every shard row, 0 at padding.
@@ -67,40 +71,45 @@ class TreeContext:
         self.rank = 0 if cp_group is None else dist.get_rank(cp_group)
         self.stream = stream if stream is not None else exchange_stream(self.device)
         self._memo: dict[Hashable, Any] = {}
-        layout = plan.layouts["main"]
-        self.num_tokens = layout.shard_size(self.rank)
-        self.num_real = layout.num_real(self.rank)
-        self.row_indices = self.layout_row_indices("main")
-        self.positions = self.layout_positions("main")
+        self._show("main")
 
-    def layout(self, name: str) -> Layout:
-        """Return the plan's layout `name`; a ValueError names the known ones."""
+    def _show(self, name: str) -> None:
         if name not in self.plan.layouts:
             known = ", ".join(sorted(self.plan.layouts))
             raise ValueError(f"the plan has no layout {name!r}; it has: {known}")
-        return self.plan.layouts[name]
+        self.layout_name = name
+        self.layout: Layout = self.plan.layouts[name]
+        self.num_tokens = self.layout.shard_size(self.rank)
+        self.num_real = self.layout.num_real(self.rank)
+        self.row_indices: torch.Tensor = self.cached("row_indices", self._upload_row_indices)
+        self.positions: torch.Tensor = self.cached("positions", self._upload_positions)
 
-    def layout_row_indices(self, name: str) -> torch.Tensor:
-        """Row index of every row of this rank's shard in layout `name`, -1 at padding."""
+    def in_layout(self, name: str) -> TreeContext:
+        """This context in layout `name`: the same row, groups and device, that layout's shard.
 
-        def build() -> torch.Tensor:
-            return upload(self.layout(name).row_indices(self.rank), self.device)
+        What `cached` holds for a layout is made once, however often the layout is asked for. A
+        ValueError names the layouts that the plan has.
+        """
+        if name == self.layout_name:
+            return self
+        other = copy.copy(self)
+        other._show(name)
+        return other
 
-        return self.cached(("row_indices", name), build)
+    def _upload_row_indices(self) -> torch.Tensor:
+        return upload(self.layout.row_indices(self.rank), self.device)
 
-    def layout_positions(self, name: str) -> torch.Tensor:
-        """Position of every row of this rank's shard in layout `name`, 0 at padding."""
-
-        def build() -> torch.Tensor:
-            rows = self.layout(name).row_indices(self.rank)
-            positions = self.plan.tree.positions[rows.clip(min=0)]
-            positions[rows < 0] = 0
-            return upload(positions, self.device)
-
-        return self.cached(("positions", name), build)
+    def _upload_positions(self) -> torch.Tensor:
+        rows = self.layout.row_indices(self.rank)
+        positions = self.plan.tree.positions[rows.clip(min=0)]
+        positions[rows < 0] = 0
+        return upload(positions, self.device)
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
-        """Return the value built for `key` once in the life of this context (one row)."""
+        """Return the value built for `key` once in the life of this row, for this layout."""
+        return self._once((self.layout_name, key), build)
+
+    def _once(self, key: Hashable, build: Callable[[], T]) -> T:
         if key not in self._memo:
             self._memo[key] = build()
         return self._memo[key]
@@ -111,27 +120,30 @@ class TreeContext:
         Padding rows come out 0, whatever the input holds there, and receive no gradient. Every
         rank of the CP group calls this in the same order.
         """
-        rows = self.layout(src).shard_size(self.rank)
+        rows = self.in_layout(src).num_tokens
         if x.shape[0] != rows:
             raise ValueError(
                 f"x has {x.shape[0]} rows but layout {src!r} gives rank {self.rank} {rows}"
             )
-        return _LayoutExchange.apply(x, self._layout_exchange(src, dst))
+        return _LayoutExchange.apply(x, self.prepare_exchange(src, dst))
 
-    def _layout_exchange(self, src: str, dst: str) -> RangeExchange:
+    def prepare_exchange(self, src: str, dst: str) -> RangeExchange:
+        """What `exchange` between these layouts needs on the device, made once a row."""
+
         def build() -> RangeExchange:
-            plan = layout_exchange(self.layout(src), self.layout(dst))
+            target = self.in_layout(dst)
+            plan = layout_exchange(self.in_layout(src).layout, target.layout)
             return RangeExchange(
                 plan.rank(self.rank),
                 self.cp_group,
                 self.device,
                 self.stream,
-                num_rows=self.layout(dst).shard_size(self.rank),
+                num_rows=target.num_tokens,
                 transport=self.transport,
                 counts=plan.counts,
             )
 
-        return self.cached(("layout_exchange", src, dst), build)
+        return self._once(("layout_exchange", src, dst), build)
 
 
 class _LayoutExchange(torch.autograd.Function):

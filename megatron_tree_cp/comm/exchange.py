@@ -39,12 +39,15 @@ def exchange_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device=device, priority=-1)
 
 
-@dataclass(frozen=True)
+@dataclass
 class PendingExchange:
     """A started exchange; `wait()` makes the current stream wait and returns the buffer."""
 
     buffer: torch.Tensor
     event: torch.cuda.Event | None
+
+    def proceed(self) -> None:
+        """Launch what is left to launch: nothing. A two-level exchange has a second hop."""
 
     def wait(self) -> torch.Tensor:
         """Order the current stream behind the exchange (no host wait) and return its buffer."""
@@ -117,17 +120,10 @@ class RangeExchange:
         Several tensors travel side by side in one buffer of flattened columns. Returns the pending
         buffer: [num_rows, ...] for one tensor, [num_rows, sum of W] for several.
         """
-        for tensor in tensors:
-            if tensor.shape[0] < self.min_source_rows:
-                raise ValueError(
-                    f"exchange reads row {self.min_source_rows - 1} of a tensor with "
-                    f"{tensor.shape[0]} rows; pass the shard of the plan's layout"
-                )
+        self._check(tensors)
 
         def gather() -> torch.Tensor:
-            parts = [tensor.index_select(0, self.send_index) for tensor in tensors]
-            send = parts[0] if len(parts) == 1 else torch.cat([_rows(p) for p in parts], dim=1)
-            received = self._all_to_all(send, back=False)
+            received = self._all_to_all(self._gather(tensors, self.send_index), back=False)
             if self.placement is None:
                 return received
             buffer = received.new_zeros((self.num_rows, *received.shape[1:]))
@@ -143,11 +139,7 @@ class RangeExchange:
         """
 
         def scatter() -> torch.Tensor:
-            parts = list(grads)
-            if self.placement is not None:
-                parts = [grad.index_select(0, self.placement) for grad in parts]
-            send = parts[0] if len(parts) == 1 else torch.cat([_rows(p) for p in parts], dim=1)
-            return self._all_to_all(send, back=True)
+            return self._all_to_all(self._gather(grads, self.placement), back=True)
 
         return self._launch(scatter, grads)
 
@@ -179,12 +171,34 @@ class RangeExchange:
         target, order = torch.sort(self.send_index, stable=True)
         return target, order
 
+    def _check(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        for tensor in tensors:
+            if tensor.shape[0] < self.min_source_rows:
+                raise ValueError(
+                    f"exchange reads row {self.min_source_rows - 1} of a tensor with "
+                    f"{tensor.shape[0]} rows; pass the shard of the plan's layout"
+                )
+
+    def _gather(
+        self, tensors: tuple[torch.Tensor, ...], index: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Rows `index` of `tensors` (all for None), several side by side as flat columns."""
+        parts = tensors
+        if index is not None:
+            parts = tuple(tensor.index_select(0, index) for tensor in tensors)
+        return parts[0] if len(parts) == 1 else torch.cat([_rows(p) for p in parts], dim=1)
+
     def _launch(
-        self, work: Callable[[], torch.Tensor], inputs: tuple[torch.Tensor, ...]
+        self,
+        work: Callable[[], torch.Tensor],
+        inputs: tuple[torch.Tensor, ...],
+        after_current: bool = True,
     ) -> PendingExchange:
+        """Run `work` on the side stream, behind the current stream's work where it reads that."""
         if self.stream is None:
             return PendingExchange(work(), None)
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        if after_current:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             buffer = work()
             event = torch.cuda.Event()

@@ -69,9 +69,14 @@ def all_to_all(
     send_counts: Sequence[int],
     recv_counts: Sequence[int],
     group: dist.ProcessGroup,
+    received: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rows [sum of send_counts, ...] -> [sum of recv_counts, ...] by the group's backend."""
-    received = send.new_empty((sum(recv_counts), *send.shape[1:]))
+    """Rows [sum of send_counts, ...] -> [sum of recv_counts, ...] by the group's backend.
+
+    `received`: contiguous rows to write them to; new ones by default.
+    """
+    if received is None:
+        received = send.new_empty((sum(recv_counts), *send.shape[1:]))
     dist.all_to_all_single(received, send, list(recv_counts), list(send_counts), group=group)
     return received
 

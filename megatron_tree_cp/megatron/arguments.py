@@ -12,6 +12,7 @@ from ..tree.errors import InputError
 
 BACKENDS = ("te", "tree")
 EXCHANGES = ("group", "peer", "auto")
+ISLANDS = ("off", "auto", "on")
 ATTENTION_IMPLS = ("auto", "repeatable", "reference", "tiled", "flex", "flash")
 
 TREE_ARGS_DEFAULTS: dict[str, Any] = {
@@ -207,6 +208,13 @@ def _add_plan_arguments(add: Any) -> None:
         default="group",
         help="How rows travel between CP ranks: the process group's all-to-all (NCCL), copies "
         "between GPUs of one host (peer), or whichever a short measurement finds faster (auto).",
+    )
+    add(
+        "--tree-islands",
+        choices=ISLANDS,
+        default="off",
+        help="A layout of their own for runs of layers between attention layers that hold Gated "
+        "DeltaNet layers. auto: in rows where it is predicted to win; on: in every row.",
     )
     add(
         "--tree-attention-impl",

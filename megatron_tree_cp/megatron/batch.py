@@ -10,7 +10,9 @@ import torch
 from ..comm.context import TreeContext
 from ..comm.transport import Transport
 from ..comm.upload import upload
+from ..ops.attention.stages import attention_stages
 from ..ops.gdn.ahead import upload_recurrent_row
+from ..plan.row_plan import ISLAND
 from .routing_statistics import RoutingStatistics, routing_statistics
 from .rows import PlannedRow
 
@@ -44,22 +46,34 @@ class TreeBatch:
     statistics: RowStatistics
     routing: RoutingStatistics | None
     """Weights of tokens in router statistics; None for a model without experts."""
+    island_routing: RoutingStatistics | None = None
+    """The same in the layout of islands, where the plan has one."""
 
     def forward(self, model):
         """The model's output on this shard: per-token losses ``[1, T]`` on the last stage."""
-        from .params import TreePackedSeqParams  # data workers import this module, not Megatron
-
-        tokens = self.tokens.shape[1]
-        params = TreePackedSeqParams(
-            tree=self.context,
-            positions=self.context.positions,
-            routing=self.routing,
-            max_seqlen_q=tokens,
-            max_seqlen_kv=tokens,
-        )
+        island = None
+        if ISLAND in self.context.plan.layouts:
+            island = _params(self.context.in_layout(ISLAND), self.island_routing)
         return model(
-            self.tokens, self.position_ids, None, labels=self.labels, packed_seq_params=params
+            self.tokens,
+            self.position_ids,
+            None,
+            labels=self.labels,
+            packed_seq_params=_params(self.context, self.routing, island),
         )
+
+
+def _params(context: TreeContext, routing: RoutingStatistics | None, island=None):
+    from .params import TreePackedSeqParams  # data workers import this module, not Megatron
+
+    return TreePackedSeqParams(
+        tree=context,
+        positions=context.positions,
+        routing=routing,
+        island=island,
+        max_seqlen_q=context.num_tokens,
+        max_seqlen_kv=context.num_tokens,
+    )
 
 
 def row_statistics(planned: PlannedRow) -> RowStatistics:
@@ -85,16 +99,19 @@ def build_batch(
     per_sequence: bool = False,
     transport: Transport | None = None,
 ) -> TreeBatch:
-    """Select this CP rank's shard of a planned row and upload it (copies do not block).
+    """Select this CP rank's shard of a planned row and upload it (copies do not block), with what
+    its layers share: exchanges, masks, recurrent tables.
 
     ``transport``: how rows travel between CP ranks; by default the group's own all-to-all.
     ``router_statistics`` (``stored`` or ``logical``) and ``per_sequence`` make what routers weigh
     tokens with; None for a model without experts.
     """
     context = TreeContext(planned.plan, cp_group, device, tp_group=tp_group, transport=transport)
+    for attention in planned.plan.attention.values():
+        attention_stages(context, attention.window)
     if planned.recurrence is not None:
         upload_recurrent_row(context, planned.recurrence)
-    indices = planned.plan.layouts["main"].row_indices(context.rank)
+    indices = context.layout.row_indices(context.rank)
     real = indices >= 0
     source = np.where(real, indices, 0)
 
@@ -102,6 +119,13 @@ def build_batch(
         return upload(np.where(real, values[source], 0).astype(dtype), device)
 
     row = planned.row
+
+    def routing(name: str) -> RoutingStatistics | None:
+        if not router_statistics or name not in planned.plan.layouts:
+            return None
+        rows = planned.plan.layouts[name].row_indices(context.rank)
+        return routing_statistics(row, rows, device, router_statistics, per_sequence)
+
     return TreeBatch(
         tokens=select(row.tokens, np.int64)[None],
         labels=select(np.maximum(row.labels, 0), np.int64)[None],
@@ -110,9 +134,6 @@ def build_batch(
         count=upload(np.array(planned.counts[indices[real]].sum(), np.int32), device),
         context=context,
         statistics=row_statistics(planned),
-        routing=(
-            routing_statistics(row, indices, device, router_statistics, per_sequence)
-            if router_statistics
-            else None
-        ),
+        routing=routing("main"),
+        island_routing=routing(ISLAND),
     )

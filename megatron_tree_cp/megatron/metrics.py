@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .batch import RowStatistics
+from .stream import Preparation
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class IterationRecord:
     elapsed_ms: float
     exposed_preparation_ms: float
     """Longest time that any rank's training loop waited for a planned row."""
+    planning_cpu_ms: float
+    """Processor time of planner processes, summed over a node's ranks; of the node with most."""
     peak_memory_gib: float
     """Most device memory that any rank has held in tensors since the run began; 0 on CPU."""
 
@@ -50,6 +53,7 @@ class IterationRecord:
             "logical tokens/s": self.logical_tokens / seconds,
             "trajectories/s": self.trajectories / seconds,
             "exposed preparation (ms)": self.exposed_preparation_ms,
+            "planning of a node (CPU ms)": self.planning_cpu_ms,
             "peak memory (GiB)": self.peak_memory_gib,
         }
 
@@ -64,9 +68,14 @@ class IterationRecorder:
     """Collects one iteration's numbers on this rank and reduces them over the job."""
 
     path: Path | None = None
+    nodes: int = 1
+    """Hosts of the job; ranks of one host follow each other, equally many on each."""
     _loss: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     _rows: list[RowStatistics] = field(default_factory=list)
     _started: float = field(default_factory=time.perf_counter)
+    _planning: torch.Tensor | None = None
+    _waited_ms: float = 0.0
+    _finished: int = 0
 
     def add_row(self, statistics: RowStatistics) -> None:
         """A microbatch entered the forward pass."""
@@ -84,7 +93,7 @@ class IterationRecorder:
         grad_norm: float | None,
         learning_rate: float | None,
         skipped: int,
-        waited_ms: float,
+        preparation: Preparation,
         chunks: int,
         group: dist.ProcessGroup,
         cp_size: int,
@@ -109,10 +118,20 @@ class IterationRecorder:
         sums = torch.tensor([0.0, 0.0, *rows], dtype=torch.float64).to(device)
         sums[0], sums[1] = loss_sum, count
         peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
-        most = torch.tensor([waited_ms, peak], dtype=torch.float64, device=device)
+        most = torch.tensor([preparation.waited_ms, peak], dtype=torch.float64, device=device)
+        planning = torch.zeros(self.nodes, dtype=torch.float64)
+        planning[dist.get_rank() * self.nodes // dist.get_world_size()] = (
+            preparation.planning_cpu_ms
+        )
+        planning = planning.to(device)
         dist.all_reduce(sums, group=group)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        dist.all_reduce(planning)
         longest_wait, peak = most.tolist()
+        planning = planning.cpu()
+        self._planning = planning if self._planning is None else self._planning + planning
+        self._waited_ms += longest_wait
+        self._finished += 1
         total, counted, *seen = sums.tolist()
         shared = [value / (cp_size * chunks) for value in seen]
         now = time.perf_counter()
@@ -135,7 +154,16 @@ class IterationRecorder:
             visible_pairs=shared[4],
             elapsed_ms=elapsed,
             exposed_preparation_ms=longest_wait,
+            planning_cpu_ms=float(planning.max()),
             peak_memory_gib=peak,
+        )
+
+    def summary(self) -> str:
+        """What rows have cost over all iterations."""
+        planning = 0.0 if self._planning is None else float(self._planning.max()) / 1e3
+        return (
+            f" tree rows of {self._finished} iterations | planning of a node (CPU s): "
+            f"{planning:.2f} | exposed preparation (s): {self._waited_ms / 1e3:.3f}"
         )
 
     def write(self, record: IterationRecord) -> None:

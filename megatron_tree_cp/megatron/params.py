@@ -37,6 +37,10 @@ class TreePackedSeqParams(PackedSeqParams):
     routing: RoutingStatistics | None = None
     """Token weights in router statistics; only layers with experts read it."""
 
+    island: TreePackedSeqParams | None = None
+    """What stands for these parameters in layers of islands, where the row's plan has a layout for
+    them (`megatron.islands`)."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.qkv_format != "sbhd":

@@ -104,6 +104,26 @@ def _pattern_without_attention(args: Namespace) -> str:
     return f"--hybrid-layer-pattern {pattern}" if pattern and "*" not in pattern else ""
 
 
+def _islands(args: Namespace) -> str:
+    """Asked for without layers of both kinds."""
+    if args.tree_islands == "off" or _has_both_mixers(args):
+        return ""
+    return f"--tree-islands {args.tree_islands}"
+
+
+def _has_both_mixers(args: Namespace) -> bool:
+    """Whether the model has Gated DeltaNet and attention layers."""
+    pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern
+    if pattern:
+        return "G" in pattern and "*" in pattern
+    recurrent = args.linear_attention_freq or 0
+    if isinstance(recurrent, int):
+        numbers = range(1, (args.num_layers or 0) + 1)
+        recurrent = [recurrent and number % recurrent for number in numbers]
+    variant = args.experimental_attention_variant == "gated_delta_net"
+    return variant and any(recurrent) and not all(recurrent)
+
+
 def _hybrid_rope_scaling(args: Namespace) -> str:
     return "--use-rope-scaling" if args.use_rope_scaling and args.hybrid_layer_pattern else ""
 
@@ -228,6 +248,11 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(_set("--heterogeneous-layers-config-encoded-json"), _NO_LAYER, "drop it"),
     Refusal(_pattern, _NO_LAYER, "use '*', 'G', '-' and 'E'"),
     Refusal(_pattern_without_attention, "there is no attention to plan", "add a '*'"),
+    Refusal(
+        _islands,
+        "the model does not have both Gated DeltaNet and attention layers",
+        "drop it, or give both by --hybrid-layer-pattern or --linear-attention-freq",
+    ),
     Refusal(
         _set("--position-embedding-type", *_POSITIONS),
         "no explicit positions for it",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..plan.islands import plan_row_with_islands
 from ..plan.model import ModelShape
 from ..plan.planner import plan_row
 from ..plan.profile import CostProfile
@@ -20,6 +21,7 @@ from ..plan.row_plan import RowPlan
 from ..tree.errors import InputError
 from ..tree.fingerprint import packing_fingerprint
 from ..tree.objective import target_counts, weigh_trajectories
+from ..tree.packed_tree import PackedTree
 from ..tree.packing import PackedRow, pack_trajectories
 from ..tree.readers import read_rollouts
 from ..tree.row_files import load_rows
@@ -57,8 +59,22 @@ class PlanRecipe:
     model: ModelShape
     waves: int | None = None
     profile: CostProfile | None = None
+    islands: int = 0
+    """Runs of recurrent layers on a pipeline stage that may get a layout of their own; 0 plans one
+    layout for all layers."""
+    force_islands: bool = False
+    """Give them one whatever it costs."""
     cp_rank: int = 0
     """The rank whose recurrent layers the rows are for; plans are the same for all ranks."""
+
+    def plan_row(self, tree: PackedTree) -> RowPlan:
+        """The plan of one row; ValueError as of ``plan.plan_row``."""
+        shape = self.model, self.profile, self.tp_size, self.waves, self.granule
+        if not self.islands:
+            return plan_row(tree, self.cp_size, *shape)
+        return plan_row_with_islands(
+            tree, self.cp_size, self.islands, *shape, force=self.force_islands
+        )
 
 
 @dataclass(frozen=True)
@@ -73,7 +89,8 @@ class PlannedRow:
     fingerprint: str
     summary: str
     rows_per_epoch: int
-    prepare_ms: float
+    planning_cpu_ms: float
+    """Processor time that its process spent on it; with the first row, on packing all of them."""
     recurrence: RecurrentRow | None = None
     """What this rank's recurrent layers need; None without such layers, or to make it later."""
 
@@ -178,19 +195,11 @@ class PlannedRows:
         return self._packed
 
     def __getitem__(self, sample: int) -> PlannedRow | RowFailure:
-        started = time.perf_counter()
+        started = time.thread_time()
         try:
             packed = self.packed()
             row = packed.rows[packed.row_of_sample(sample)]
-            plan = plan_row(
-                row.tree,
-                self.plan.cp_size,
-                self.plan.model,
-                profile=self.plan.profile,
-                tp_size=self.plan.tp_size,
-                waves=self.plan.waves,
-                granule=self.plan.granule,
-            )
+            plan = self.plan.plan_row(row.tree)
             recurrence = recurrent_row(plan, self.plan.cp_rank)
         except InputError as error:
             return RowFailure(sample, str(error), bad_input=True)
@@ -204,6 +213,6 @@ class PlannedRows:
             fingerprint=packed.fingerprint,
             summary=packed.summary,
             rows_per_epoch=len(packed),
-            prepare_ms=(time.perf_counter() - started) * 1e3,
+            planning_cpu_ms=(time.thread_time() - started) * 1e3,
             recurrence=recurrence,
         )

@@ -1,7 +1,7 @@
 """The data iterator: planned rows from lookahead workers, agreed on by all ranks.
 
-``next()`` returns the batch that was fetched, verified and uploaded one microbatch ago and then
-starts on the one after it.  Plan digests and worker errors travel over a CPU group before any
+``next()`` returns a batch that a thread has built while the last one was computed, and tells the
+other ranks of the one after it.  Plan digests and worker errors travel over a CPU group before any
 data collective of that microbatch, so a failure raises on every rank instead of hanging some.
 """
 
@@ -14,14 +14,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ..comm.agreement import Agreement, AgreementError
+from ..comm.agreement import Agreement, AgreementError, PendingAgreement
 from ..tree.errors import InputError
 from .batch import TreeBatch
+from .prepared_rows import PreparedRow, PreparedRows
 from .rows import PlannedRow, PlannedRows, RowFailure
 from .watched_rows import WatchedRows
 
@@ -78,11 +80,22 @@ def planned_row_loader(
     return WatchedRows(loader)
 
 
+@dataclass(frozen=True)
+class Preparation:
+    """What rows have cost on this rank over some time."""
+
+    waited_ms: float = 0.0
+    """Of the training loop: exposed."""
+    planning_cpu_ms: float = 0.0
+    """Of planner processes, for the rows that the loop took."""
+
+
 class RowStream:
     """Microbatches of one data-parallel replica, shared by its virtual pipeline chunks.
 
     Every consumer (one per model chunk) sees every microbatch once and in order; a microbatch is
-    prepared once, by whichever consumer asks first.
+    prepared once, by whichever consumer asks first. ``agreement`` serves this stream alone: when a
+    rank tells the others of its next row depends on when it is ready.
     """
 
     def __init__(
@@ -91,25 +104,27 @@ class RowStream:
         agreement: Agreement,
         upload: Callable[[PlannedRow], TreeBatch],
         on_first: Callable[[PlannedRow], None] | None = None,
+        device: torch.device | None = None,
     ):
         self._source, self._agreement, self._upload = source, agreement, upload
         self._on_first = on_first
+        self._device = torch.device("cpu") if device is None else device
         self._ready: deque[TreeBatch] = deque()
         self._base = 0
         self._cursors: list[int] = []
-        self._ahead: tuple | None = None
-        self.waited_ms = 0.0
-        """Time the training loop has spent waiting for rows since :meth:`take_waited_ms`."""
+        self._prepared: PreparedRows | None = None
+        self._ahead: tuple[PreparedRow, PendingAgreement] | None = None
+        self._spent = Preparation()
 
     def consumer(self) -> RowIterator:
         """A new iterator over this stream; make all of them before the first ``next``."""
         self._cursors.append(0)
         return RowIterator(self, len(self._cursors) - 1)
 
-    def take_waited_ms(self) -> float:
-        """Exposed preparation in ms since the last call."""
-        waited, self.waited_ms = self.waited_ms, 0.0
-        return waited
+    def take_preparation(self) -> Preparation:
+        """What rows have cost since the last call."""
+        spent, self._spent = self._spent, Preparation()
+        return spent
 
     def get(self, consumer: int) -> TreeBatch:
         """The next microbatch of ``consumer``."""
@@ -133,35 +148,37 @@ class RowStream:
 
     def _advance(self) -> TreeBatch:
         started = time.perf_counter()
-        planned, pending = self._ahead or self._fetch()
+        if self._prepared is None:
+            self._prepared = PreparedRows(self._source, self._upload, self._device)
+        rows = self._prepared
+        row, pending = self._ahead or self._tell(rows.take())
+        self._ahead = row, pending
+        planned, batch = row.planned, row.batch
         try:
             pending.finish()
-        except AgreementError:
+        except AgreementError as error:
             if isinstance(planned, RowFailure) and planned.bad_input:
                 raise InputError(planned.message) from None
-            raise
+            raise error from row.cause
+        assert isinstance(planned, PlannedRow) and batch is not None  # or finish() had raised
         if self._on_first is not None:
             self._on_first(planned)
             self._on_first = None
-        batch = self._upload(planned)
-        self._ahead = self._fetch()
-        self.waited_ms += (time.perf_counter() - started) * 1e3
+        if row.uploaded is not None:
+            torch.cuda.current_stream(self._device).wait_event(row.uploaded)
+        following = rows.take_ready()
+        self._ahead = None if following is None else self._tell(following)
+        self._spent = Preparation(
+            self._spent.waited_ms + (time.perf_counter() - started) * 1e3,
+            self._spent.planning_cpu_ms + planned.planning_cpu_ms,
+        )
+        rows.make_room()
         return batch
 
-    def _fetch(self) -> tuple:
-        """Take the next planned row and start telling the other ranks what it is."""
-        try:
-            planned = next(self._source)
-        except StopIteration:
-            raise
-        except Exception as error:  # a killed or crashed worker: every rank must hear of it
-            planned = RowFailure(-1, f"data worker failed: {error}")
-        if isinstance(planned, RowFailure):
-            return planned, self._agreement.begin("", error=planned.message)
-        digest = f"{planned.plan.digest[:32]}:{planned.fingerprint[:32]}:{planned.sample}"
-        if planned.recurrence is not None:
-            digest += f":{planned.recurrence.digest[:32]}"
-        return planned, self._agreement.begin(digest)
+    def _tell(self, row: PreparedRow) -> tuple[PreparedRow, PendingAgreement]:
+        """Start telling the other ranks what row this rank has next."""
+        error = row.planned.message if isinstance(row.planned, RowFailure) else None
+        return row, self._agreement.begin(row.digest, error)
 
 
 class RowIterator:

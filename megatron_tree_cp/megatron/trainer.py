@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from .loss import weighted_loss
 from .metrics import IterationRecorder
 from .rows import PlannedRow, PlannedRows, PlanRecipe, RowRecipe
 from .startup import implementation_table
-from .stream import RowStream, SampleOrder, device_of_rank, planned_row_loader
+from .stream import Preparation, RowStream, SampleOrder, device_of_rank, planned_row_loader
 
 
 def stage_group(dp_rank: int, pp_rank: int) -> dist.ProcessGroup:
@@ -70,12 +71,12 @@ class TreeTrainer:
     def __init__(self, args: Namespace, plan: PlanRecipe):
         self.args, self.plan = args, plan
         path = Path(args.tree_metrics_file) if args.tree_metrics_file else None
-        self.recorder = IterationRecorder(path)
+        ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+        self.recorder = IterationRecorder(path, nodes=max(1, args.world_size // ranks_of_node))
         self.chunks = args.virtual_pipeline_model_parallel_size or 1
         self.ledger = PackingLedger(args)
         self._train: RowStream | None = None
         self._valid: RowStream | None = None
-        self._agreement: Agreement | None = None
         self._exchange: Transport | None = None
 
     # -- data -----------------------------------------------------------------------------------
@@ -103,10 +104,8 @@ class TreeTrainer:
 
         args = self.args
         dp_rank = mpu.get_data_parallel_rank()
-        if self._agreement is None:
-            self._agreement = Agreement(
-                stage_group(dp_rank, mpu.get_pipeline_model_parallel_rank())
-            )
+        # Of this stream alone: ranks do not begin on train and validation rows in one order.
+        agreement = Agreement(stage_group(dp_rank, mpu.get_pipeline_model_parallel_rank()))
         loader = planned_row_loader(
             PlannedRows(
                 row_recipe(args, paths, shuffle),
@@ -125,7 +124,9 @@ class TreeTrainer:
             per_sequence="seq_aux_loss" in args.moe_router_load_balancing_type,
             transport=self._transport(),
         )
-        return RowStream(loader, self._agreement, upload, self._first_row if log else None)
+        return RowStream(
+            loader, agreement, upload, self._first_row if log else None, device_of_rank()
+        )
 
     def _transport(self) -> Transport | None:
         """How rows travel between CP ranks, one for all streams; None for the group's own way."""
@@ -190,7 +191,7 @@ class TreeTrainer:
             grad_norm=grad_norm,
             learning_rate=learning_rate,
             skipped=skipped_iter,
-            waited_ms=self._train.take_waited_ms() if self._train else 0.0,
+            preparation=self._train.take_preparation() if self._train else Preparation(),
             chunks=self.chunks,
             group=mpu.get_data_parallel_group(with_context_parallel=True),
             cp_size=mpu.get_context_parallel_world_size(),
@@ -207,3 +208,5 @@ class TreeTrainer:
                     writer.add_scalar(f"tree/{name}", value, iteration)
                 if wandb:
                     wandb.log({f"tree/{name}": value}, iteration)
+        if iteration == args.train_iters:
+            print(self.recorder.summary(), flush=True)

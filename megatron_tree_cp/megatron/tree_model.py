@@ -9,6 +9,7 @@ from typing import Any
 from ..plan.profile import CostProfile, load_profile
 from ..plan.shipped_profiles import profile_for
 from ..tree.errors import InputError
+from .islands import install_islands, islands_of_stage
 from .model_shape import model_shape_from_config
 from .moe import size_router_log
 from .rope import install_tree_rope
@@ -58,6 +59,8 @@ def apply_tree(model: Any, args: Namespace) -> None:
         layers = model.transformer.transformer_impl
         model.hybrid_stack_spec = make_tree_hybrid_stack_spec(impl, layers)
     model.pre_wrap_hooks += [install_tree_rope, size_router_log]
+    if args.tree_islands != "off":
+        model.pre_wrap_hooks.append(install_islands)
 
 
 def shard_granule(args: Any) -> int:
@@ -74,6 +77,9 @@ def shard_granule(args: Any) -> int:
 
 def plan_recipe(args: Namespace, model: Any) -> PlanRecipe:
     """What rows of this run are planned for."""
+    islands = 0
+    if args.tree_islands != "off":
+        islands = islands_of_stage(model.transformer, args.hybrid_layer_pattern)
     return PlanRecipe(
         cp_size=args.context_parallel_size,
         tp_size=args.tensor_model_parallel_size,
@@ -81,6 +87,8 @@ def plan_recipe(args: Namespace, model: Any) -> PlanRecipe:
         model=model_shape_from_config(model.transformer, args.hybrid_layer_pattern),
         waves=None if args.tree_waves == "auto" else args.tree_waves,
         profile=_profile(args),
+        islands=islands,
+        force_islands=args.tree_islands == "on",
     )
 
 

@@ -16,6 +16,8 @@ _EXPORTS = {
     "ExchangePlan": "exchange",
     "RankExchange": "exchange",
     "layout_exchange": "exchange",
+    "RankTwoLevel": "two_level",
+    "TwoLevelExchange": "two_level",
     "KeyRanges": "stages",
     "StagePlan": "stages",
     "LayerClass": "model",

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from .cost_gdn import GdnRates
+from .memory import CrossingRows, LayerBytes
 from .model import LayerClass, ModelShape
 from .profile import CostProfile
 from .recurrence_loads import RecurrenceLoads
 from .remote import RemoteKeys
 from .runs import RunTable
-from .simulate import LayerRates, StageLoads, layer_ms, link_masks
+from .simulate import HopLoads, LayerRates, StageLoads, layer_ms, link_masks, node_size, wave_ms
 from .tiles import hidden_pairs
+from .two_level import two_level_exchange
 from .values import Array
 
 
@@ -97,6 +99,13 @@ class CostModel:
             backward_total = backward_total + layers * back.max(-1)
         return WindowCost(forward, backward, forward_total, backward_total)
 
+    def exchanges_ms(self, window: int | None, loads: StageLoads) -> Array:
+        """float64[W]: ms of every wave's exchange over all layers with ``window``."""
+        total = np.zeros(loads.pairs.shape[-2])
+        for layers, rates in self._priced[window]:
+            total += layers * sum(hop for hop in wave_ms(loads, rates) if hop is not None)
+        return total
+
     def recurrent_ms(self, loads: RecurrenceLoads) -> WindowCost:
         """Price of all Gated DeltaNet layers, run by run, synchronised layer by layer."""
         token_forward, token_backward = self.token_ms(loads.tokens)
@@ -117,28 +126,21 @@ class CostModel:
         forward, backward = forward * self.other_layers, backward * self.other_layers
         return WindowCost(forward, backward, forward.max(-1), backward.max(-1))
 
-    def peak_bytes(self, tokens: Array, remote: Sequence[Array]) -> Array:
-        """Bytes per rank: kept activations plus the largest working set of one layer.
+    def peak_bytes(self, tokens: Array, crossing: Sequence[CrossingRows]) -> Array:
+        """Bytes per rank: what all layers keep for backward, and the most that one layer's
+        backward holds beside it (memory.py lists its buffers).
 
-        ``tokens`` int[.., cp]; ``remote`` holds the remote keys int[.., cp] per window. The
-        backward holds most: outputs, row sums, the fp32 sums of dQ and receive buffers
-        throughout; beside them the gradients of a stage's keys in both widths (of a remote stage
-        on the wire too), or at the end dQ and the gradients of the rank's own keys.
+        ``tokens`` int[.., cp]; ``crossing`` holds the exchanged rows of one layer per window.
+        Every attention layer keeps its row sums and the rows that it received.
         """
         kept = tokens * (self.model.total_activation_bytes() / self.tp_size)
         working = np.zeros(np.shape(tokens))
-        for window, keys in zip(self.windows, remote, strict=True):
+        for window, rows in zip(self.windows, crossing, strict=True):
             for layer in self.classes_of(window):
-                rates = self.rates(layer)
-                wide = 4 / self.model.dtype_bytes
-                row_sums = 3 * 4 * layer.query_heads / self.tp_size
-                held = tokens * (rates.output_bytes * (1 + wide) + row_sums)
-                held = held + keys * rates.kv_bytes
-                local = tokens * rates.kv_bytes * (1 + wide)
-                remote_stage = keys * rates.kv_bytes * (2 + wide)
-                end = tokens * (rates.output_bytes + rates.kv_bytes)
-                most = np.maximum(np.maximum(local, remote_stage), end)
-                working = np.maximum(working, held + most)
+                sizes = LayerBytes.of(layer, self.model.dtype_bytes, self.tp_size)
+                received = rows.received.sum(0) * sizes.key_value
+                kept = kept + layer.layers * (tokens * sizes.row_sum + received)
+                working = np.maximum(working, sizes.backward(tokens, rows))
         for _, recurrent in self.recurrent_rates:
             need = recurrent.working_bytes(tokens, self.model.dtype_bytes)
             working = np.maximum(working, need)
@@ -220,6 +222,30 @@ def stage_loads(
         local_hidden=local[2],
         hidden=hidden,
     )
+
+
+def two_level_loads(
+    loads: StageLoads,
+    runs: RunTable,
+    waves: Sequence[RemoteKeys],
+    profile: CostProfile,
+    two_level: Sequence[bool],
+) -> StageLoads:
+    """``loads`` of ``waves`` (`stage_loads`) of which those marked travel in two hops."""
+    if not any(two_level):
+        return loads
+    links, nodes = link_masks(runs.cp_size, profile), node_size(runs.cp_size, profile)
+    if nodes is None:
+        raise ValueError("two-level waves need a profile whose ranks_per_node is below the CP size")
+    moved = np.zeros((len(waves), 2, 2, len(links), runs.cp_size))
+    moved[:, 0, 0], moved[:, 0, 1] = loads.sent, loads.received
+    for w, keys in enumerate(waves):
+        if not two_level[w]:
+            continue
+        for hop, plan in enumerate(two_level_exchange(keys, runs, nodes).hops):
+            counts = links * plan.counts
+            moved[w, hop, 0], moved[w, hop, 1] = counts.sum(2), counts.sum(1)
+    return replace(loads, hops=HopLoads(np.asarray(two_level, dtype=bool), moved))
 
 
 def _by_rank(rank: Array, values: Array, cp_size: int) -> Array:

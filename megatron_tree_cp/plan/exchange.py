@@ -92,6 +92,11 @@ class ExchangePlan(ArrayValue):
             source_start = source_start[first]
         return cls(cp_size, source, destination, source_start, length)
 
+    @property
+    def hops(self) -> tuple[ExchangePlan, ...]:
+        """The all-to-alls in order: this one."""
+        return (self,)
+
     @cached_property
     def counts(self) -> Array:
         """int64[cp, cp]: rows sent from source (first axis) to destination (second axis)."""

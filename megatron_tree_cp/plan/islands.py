@@ -18,7 +18,7 @@ from .layout import Layout
 from .model import ModelShape
 from .planner import plan_row
 from .profile import CostProfile
-from .row_plan import Candidate, Prediction, RowPlan
+from .row_plan import ISLAND, Candidate, Prediction, RowPlan
 from .simulate import exchange_ms, link_masks
 from .values import Array
 
@@ -32,16 +32,20 @@ def plan_row_with_islands(
     tp_size: int = 1,
     waves: int | None = None,
     granule: int | None = None,
+    force: bool = False,
 ) -> RowPlan:
     """Plan one row whose recurrent layers form ``islands`` runs without attention between them.
 
     The result is what `plan_row` gives, unless a second layout is predicted to win: then
     ``layouts["gdn"]`` holds the islands' tokens, ``layouts["main"]`` is for the other layers alone,
-    and ``predicted`` counts the exchanges between them. Either way ``predicted.candidates`` ends
-    with both totals. Token-local work of an average layer goes with every recurrent layer.
+    and ``predicted`` counts the exchanges between them. ``force`` takes the second layout whatever
+    it costs, for tests and measurements. One rank has one layout. With more ranks
+    ``predicted.candidates`` ends with both totals. Token-local work of an average layer goes with
+    every recurrent layer.
 
     Raises ``ValueError`` as `plan_row` does, for a model without recurrent layers or without
-    others, and when ``islands`` is not between 1 and the number of recurrent layers.
+    others, when ``islands`` is not between 1 and the number of recurrent layers, and when two
+    layouts are forced and do not fit.
     """
     profile = CostProfile() if profile is None else profile
     inside, outside = _split(model, islands)
@@ -61,13 +65,19 @@ def plan_row_with_islands(
     fits = profile.memory_limit_bytes is None or (
         predicted.peak_bytes.max() <= profile.memory_limit_bytes
     )
-    if totals[1] >= totals[0] or not fits:
+    if force and not fits:
+        peak, limit = predicted.peak_bytes.max(), profile.memory_limit_bytes or 0
+        raise ValueError(
+            f"two layouts need {peak / 2**30:.2f} GiB, the limit is {limit / 2**30:.2f} GiB: "
+            "plan one layout"
+        )
+    if not force and (totals[1] >= totals[0] or not fits):
         known = together.predicted.candidates
         return replace(together, predicted=replace(together.predicted, candidates=known + tried))
     known = rest.predicted.candidates
     return replace(
         together,
-        layouts={"main": main, "gdn": island},
+        layouts={"main": main, ISLAND: island},
         attention=rest.attention,
         predicted=replace(predicted, candidates=known + tried),
     )

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .cost import CostModel, WindowCost
+from .memory import CrossingRows
 from .simulate import StageLoads, link_masks
 from .unit_chains import ChainState, UnitChains
 from .units import UnitWork
@@ -304,7 +305,8 @@ def _score(
     score = total + MEAN_WEIGHT * ranks.mean(-1)
     limit = costs.profile.memory_limit_bytes
     if limit is not None:
-        peak = costs.peak_bytes(tokens, received).max(-1)
+        crossing = [CrossingRows.one_wave(rows) for rows in received]
+        peak = costs.peak_bytes(tokens, crossing).max(-1)
         score = score * (1 + 100 * np.maximum(peak / limit - 1, 0))
     return np.asarray(score)
 

@@ -81,10 +81,9 @@ def plan_row(
 
 
 def _predict(chosen: Schedule, costs: CostModel, tried: tuple[Candidate, ...]) -> Prediction:
-    pairs, remote, by_window = {}, {}, []
+    pairs, remote = {}, {}
     for part in chosen.windows:
         received = part.loads.received.sum((0, 1)).astype(np.int64)
-        by_window.append(received)
         for layer in costs.classes_of(part.window):
             pairs[layer.name] = frozen_array(part.loads.local_pairs + part.loads.pairs.sum(0))
             remote[layer.name] = frozen_array(received)
@@ -94,7 +93,7 @@ def _predict(chosen: Schedule, costs: CostModel, tried: tuple[Candidate, ...]) -
         tokens=chosen.tokens,
         pairs=pairs,
         remote_tokens=remote,
-        peak_bytes=costs.peak_bytes(chosen.tokens, by_window),
+        peak_bytes=costs.peak_bytes(chosen.tokens, [part.crossing for part in chosen.windows]),
         total_ms=chosen.total_ms,
         candidates=tried + tuple(c for part in chosen.windows for c in part.candidates),
         chained_runs=chosen.recurrent.loads.chained if chosen.recurrent else 0,

@@ -128,7 +128,8 @@ class CostProfile:
     """Compute time lost per ms of an exchange that runs beside it."""
 
     ranks_per_node: int | None = None
-    """CP ranks that share a node (rank // ranks_per_node); None is one node."""
+    """CP ranks that share a node (rank // ranks_per_node, in the order of the CP group; with TP
+    inside the node its GPUs over the TP size); None is one node."""
 
     network_latency_ms: float = 0.15
     """Added once for an exchange that crosses nodes."""
@@ -188,6 +189,11 @@ class CostProfile:
             if not (value > 0 if positive else value >= 0):
                 bound = "more than 0" if positive else "at least 0"
                 raise ValueError(f"CostProfile: {field.name} must be {bound}, got {value}")
+        if self.ranks_per_node is not None and self.ranks_per_node != int(self.ranks_per_node):
+            raise ValueError(
+                "CostProfile: ranks_per_node must be a whole number of CP ranks, got "
+                f"{self.ranks_per_node}"
+            )
         sizes = tuple(tuple(entry) for entry in self.exchange_sizes)
         object.__setattr__(self, "exchange_sizes", sizes)
         if any(len(e) != 3 or e[0] < 2 or e[1] < 0 or e[2] <= 0 for e in sizes):

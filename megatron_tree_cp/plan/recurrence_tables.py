@@ -150,6 +150,9 @@ class RecurrentRow(ArrayValue):
     """
 
     rank: int
+    layout: str
+    """Name of the layout that the recurrent layers run in."""
+
     blocks: BlockArrays
     convolutions: tuple[ConvolutionArrays, ...]
     """One a width."""
@@ -162,9 +165,10 @@ def recurrent_row(plan: RowPlan, rank: int, chunk: int = CHUNK) -> RecurrentRow 
     widths = recurrent_widths(plan.model)
     if not widths:
         return None
-    recurrence = RecurrencePlan(plan.tree, plan.layouts["main"])
+    recurrence = RecurrencePlan(plan.tree, plan.layouts[plan.recurrent_layout])
     return RecurrentRow(
         rank=rank,
+        layout=plan.recurrent_layout,
         blocks=BlockArrays.of(recurrence, rank, chunk),
         convolutions=tuple(
             ConvolutionArrays.of(HaloPlan(recurrence, width), rank) for width in widths

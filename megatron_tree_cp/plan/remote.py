@@ -107,15 +107,44 @@ def split_waves(
     begin = np.empty_like(length)
     begin[order] = np.cumsum(length) - length
     begin -= before[keys.destination]
-    end = begin + keys.length
     step = np.where(total >= 2 * TILE * num_waves, TILE, 1)
     waves = []
     for w in range(num_waves):
         cut_lo = total * w // num_waves // step * step
         cut_hi = total * (w + 1) // num_waves // step * step if w + 1 < num_waves else total
-        lo = np.maximum(begin, cut_lo[keys.destination])
-        hi = np.minimum(end, cut_hi[keys.destination])
-        part = keys.take(hi > lo)
-        lo, hi, at = lo[hi > lo], hi[hi > lo], begin[hi > lo]
-        waves.append(RemoteKeys(part.destination, part.run, part.start + lo - at, hi - lo))
+        waves.append(_between(keys, begin, cut_lo[keys.destination], cut_hi[keys.destination]))
     return tuple(waves)
+
+
+def split_waves_by_node(
+    keys: RemoteKeys, runs: RunTable, num_waves: int, ranks_per_node: int
+) -> tuple[RemoteKeys, ...]:
+    """Divide all ``remote_keys`` so that the ranks of a node get a row in the same wave.
+
+    A row then crosses to a node in one wave only. Every wave brings its share of every run, so that
+    it has work for every rank.
+    """
+    if num_waves == 1:
+        return (keys,)
+    # What a rank needs of a run is its end, so a node needs of it what one of its ranks needs.
+    node = keys.destination // ranks_per_node
+    pair, of = np.unique(node * len(runs) + keys.run, return_inverse=True)
+    start = np.full(len(pair), runs.tree.num_tokens)
+    np.minimum.at(start, of, keys.start)
+    length = runs.start[keys.run] + runs.length[keys.run] - start[of]
+    step = np.where(length >= 2 * TILE * num_waves, TILE, 1)
+    cuts = [np.zeros_like(length)]
+    for w in range(1, num_waves):
+        # Runs shorter than the number of waves take turns.
+        cuts.append((length * w + of % num_waves) // num_waves // step * step)
+    cuts.append(length)
+    begin = keys.start - start[of]
+    return tuple(_between(keys, begin, lo, hi) for lo, hi in zip(cuts, cuts[1:]))
+
+
+def _between(keys: RemoteKeys, begin: Array, lo: Array, hi: Array) -> RemoteKeys:
+    """The parts of ``keys`` in [lo, hi), counting from ``begin`` at each first key."""
+    lo, hi = np.maximum(begin, lo), np.minimum(begin + keys.length, hi)
+    part = keys.take(hi > lo)
+    lo, hi, at = lo[hi > lo], hi[hi > lo], begin[hi > lo]
+    return RemoteKeys(part.destination, part.run, part.start + lo - at, hi - lo)

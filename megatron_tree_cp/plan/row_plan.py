@@ -16,6 +16,9 @@ from .layout import Layout
 from .model import ModelShape
 from .values import Array, ArrayValue, frozen_array
 
+ISLAND = "gdn"
+"""Name of the second layout, of islands."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -63,9 +66,11 @@ class Prediction(ArrayValue):
 class RowPlan(ArrayValue):
     """Layouts, exchanges and stages of one row for one parallel shape and model.
 
-    ``layouts["main"]`` is the order of the residual stream; ``attention`` maps the names of the
-    attention classes to their plans (classes with one window share one). ``digest`` is equal on two
-    ranks iff they would run the same collectives and stages. Immutable and picklable.
+    ``layouts["main"]`` is the order of the residual stream, ``layouts["gdn"]`` (only where it pays)
+    its order in islands, runs of recurrent layers without attention between them. ``attention``
+    maps the names of the attention classes to their plans (classes with one window share one).
+    ``digest`` is equal on two ranks iff they would run the same collectives and stages. Immutable
+    and picklable.
     """
 
     tree: PackedTree
@@ -79,6 +84,11 @@ class RowPlan(ArrayValue):
     def __post_init__(self) -> None:
         object.__setattr__(self, "layouts", MappingProxyType(dict(self.layouts)))
         object.__setattr__(self, "attention", MappingProxyType(dict(self.attention)))
+
+    @property
+    def recurrent_layout(self) -> str:
+        """Name of the layout that recurrent layers run in."""
+        return ISLAND if ISLAND in self.layouts else "main"
 
     def attention_class(self, window: int | None) -> AttentionPlan:
         """The plan of the layers with this window; ``ValueError`` names the known windows."""
@@ -109,12 +119,9 @@ class RowPlan(ArrayValue):
         for name, plan in self.attention.items():
             fused = f"fused={plan.forward_fused},{plan.backward_fused}"
             add(f"attention {name} window={plan.window} {fused} waves={plan.num_waves}")
+            if plan.two_level:
+                add(f"two_level={plan.two_level} ranks_per_node={plan.ranks_per_node}")
             for exchange in plan.exchanges:
-                add(
-                    "exchange",
-                    exchange.source,
-                    exchange.destination,
-                    exchange.source_start,
-                    exchange.length,
-                )
+                for hop in exchange.hops:
+                    add("exchange", hop.source, hop.destination, hop.source_start, hop.length)
         return state.hexdigest()

@@ -18,6 +18,7 @@ from .moves import Assignment, Option, price_seeds
 from .row_plan import Candidate
 from .runs import Segments, join_only_children
 from .schedule import MAX_WAVES, Schedule, schedule
+from .simulate import node_size
 from .unit_chains import unit_chains
 from .units import unit_cuts, unit_work
 from .values import Array
@@ -44,6 +45,10 @@ MIN_ESTIMATED_GAIN = 2e-4
 """The same for models with recurrent layers, whose price on units is an estimate."""
 
 
+BY_NODE = "by node"
+"""How the names of seeds end that keep families on a node; they come last."""
+
+
 def search_layout(
     tree: PackedTree, cp_size: int, costs: CostModel, waves: int | None, granule: int
 ) -> tuple[Schedule, tuple[Candidate, ...]]:
@@ -64,15 +69,21 @@ def search_layout(
     cuts = np.union1d(unit_cuts(segments, tree.num_tokens, cp_size), shares)
     works = unit_work(tree, cuts, costs.windows, costs.profile.counts_tiles)
     choices = _choices(waves)
-    names, owners = zip(*_seeds(compute, cuts, shares, cp_size))
+    nodes = node_size(cp_size, costs.profile)
+    names, owners = zip(*_seeds(compute, cuts, shares, cp_size, nodes))
     sizes = np.diff(cuts)
     chains = unit_chains(tree, cuts, costs)
     seeds = [Assignment(owner, sizes, works, costs, cp_size, chains) for owner in owners]
     scores, totals, options = price_seeds(seeds, choices)
     tried += [Candidate(f"seed {n}, on units", float(t)) for n, t in zip(names, totals)]
-    best = int(np.argmin(scores))
-    finer, owner = _descend(tree, cuts, seeds[best], costs, options[best])
-    layouts = {f"{names[best]}, moved": Layout.from_pieces(finer, owner, cp_size, granule)}
+    layouts = {}
+    # Units know of one hop only: what crosses nodes costs less in two, so that the best seed that
+    # is not made for nodes gets its chance too.
+    across = [score for score, name in zip(scores, names) if not name.endswith(BY_NODE)]
+    for best in dict.fromkeys([int(np.argmin(scores)), int(np.argmin(across))]):
+        finer, owner = _descend(tree, cuts, seeds[best], costs, options[best])
+        moved = Layout.from_pieces(finer, owner, cp_size, granule)
+        layouts[f"{names[best]}, moved"] = moved
     # Units estimate what an exchange of states costs: layouts without any are priced run by run.
     local = [i for i, seed in enumerate(seeds) if seed.chains and not seed.chains.crosses]
     if local:
@@ -99,14 +110,17 @@ def _excess(found: Schedule, costs: CostModel) -> float:
     limit = costs.profile.memory_limit_bytes
     if limit is None:
         return 0.0
-    received = [window.loads.received.sum((0, 1)) for window in found.windows]
-    return max(float(costs.peak_bytes(found.tokens, received).max()) - limit, 0.0)
+    crossing = [window.crossing for window in found.windows]
+    return max(float(costs.peak_bytes(found.tokens, crossing).max()) - limit, 0.0)
 
 
 def _seeds(
-    compute: ComputeBefore, cuts: Array, shares: Array, cp_size: int
+    compute: ComputeBefore, cuts: Array, shares: Array, cp_size: int, ranks_per_node: int | None
 ) -> Iterator[tuple[str, Array]]:
-    """(name, owner per unit) of every seed; ``cuts`` holds all of ``shares``."""
+    """(name, owner per unit) of every seed; ``cuts`` holds all of ``shares``.
+
+    With several nodes also families, and pieces of them, that stay on one node, contiguous there.
+    """
     yield "contiguous", np.searchsorted(shares, cuts[:-1], side="right") - 1
     middle = (cuts[:-1] + cuts[1:]) // 2
     for count in (2 * cp_size, 4 * cp_size):
@@ -116,20 +130,38 @@ def _seeds(
     roots = compute.segments.start[compute.segments.position == 0]
     root = np.searchsorted(roots, cuts[:-1], side="right")
     for share in (1.0, 0.25):
-        # A block is a whole family, or pieces of one that are at most a share of a rank's work.
-        first = np.concatenate([[True], root[1:] != root[:-1]])
-        inside = np.cumsum(price) - np.maximum.accumulate(
-            np.where(first, np.cumsum(price) - price, 0)
-        )
-        piece = (inside / (share * price.sum() / cp_size)).astype(np.int64)
-        starts = np.flatnonzero(first | np.concatenate([[True], piece[1:] != piece[:-1]]))
-        weight = np.add.reduceat(price, starts)
-        load = np.zeros(cp_size)
-        block_owner = np.zeros(len(starts), dtype=np.int64)
-        for block in np.argsort(-weight, kind="stable"):
-            block_owner[block] = np.argmin(load)
-            load[block_owner[block]] += weight[block]
-        yield f"subtrees {share}", np.repeat(block_owner, np.diff(np.append(starts, len(price))))
+        yield f"subtrees {share}", _by_blocks(price, root, share, cp_size)
+    if ranks_per_node is None:
+        return
+    for name, share in (("families", np.inf), ("subtrees", 1.0)):
+        node = _by_blocks(price, root, share, -(-cp_size // ranks_per_node))
+        owner = np.zeros(len(node), np.int64)
+        for n in np.unique(node):
+            units = np.flatnonzero(node == n)
+            ranks = np.arange(cp_size)[n * ranks_per_node :][:ranks_per_node]
+            middle = np.cumsum(price[units]) - price[units] / 2
+            owner[units] = ranks[(middle / price[units].sum() * len(ranks)).astype(np.int64)]
+        yield f"{name} {BY_NODE}", owner
+
+
+def _by_blocks(price: Array, root: Array, share: float, bins: int) -> Array:
+    """int64[U]: a bin per unit of ``price`` ms, blocks longest first to the least filled bin.
+
+    A block is a whole family (units of one ``root``), or pieces of one that are at most ``share``
+    of a bin's work.
+    """
+    first = np.concatenate([[True], root[1:] != root[:-1]])
+    before = np.cumsum(price) - price
+    inside = np.cumsum(price) - np.maximum.accumulate(np.where(first, before, 0))
+    piece = (inside / (share * price.sum() / bins)).astype(np.int64)
+    starts = np.flatnonzero(first | np.concatenate([[True], piece[1:] != piece[:-1]]))
+    weight = np.add.reduceat(price, starts)
+    load = np.zeros(bins)
+    owner = np.zeros(len(starts), dtype=np.int64)
+    for block in np.argsort(-weight, kind="stable"):
+        owner[block] = np.argmin(load)
+        load[owner[block]] += weight[block]
+    return np.repeat(owner, np.diff(np.append(starts, len(price))))
 
 
 def _descend(

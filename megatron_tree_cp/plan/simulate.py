@@ -2,6 +2,7 @@
 
 Forward: pack, issue every wave's exchange at once, local stage, then each wave as it arrives.
 Backward: remote stages first, each return overlapping the next stage, the local stage last.
+The second hop of a two-level wave is issued once the stage before its own has been.
 A fused direction makes one call instead, after the only exchange (forward) or before it (backward).
 All arrays may carry leading batch axes, so that a search prices many candidates in one call.
 """
@@ -22,15 +23,22 @@ Recorder = Callable[[str, str, int, Array, Array], None]
 """Called with (direction, kind, wave or -1, begin, end) of every step, ms [.., cp] or [.., 1]."""
 
 
+def node_size(cp_size: int, profile: CostProfile) -> int | None:
+    """CP ranks of a node where they lie on several nodes, None where on one."""
+    size = profile.ranks_per_node
+    return None if size is None or size >= cp_size else int(size)
+
+
 def link_masks(cp_size: int, profile: CostProfile) -> Array:
     """float64[L, cp, cp]: 1 where rows between two ranks use a link class, 0 at a rank and itself.
 
     One class on one node; else those inside the nodes and those between them.
     """
     apart = 1.0 - np.eye(cp_size)
-    if profile.ranks_per_node is None or profile.ranks_per_node >= cp_size:
+    size = node_size(cp_size, profile)
+    if size is None:
         return apart[None]
-    node = np.arange(cp_size) // profile.ranks_per_node
+    node = np.arange(cp_size) // size
     near = node[:, None] == node
     return np.stack([apart * near, apart * ~near])
 
@@ -53,6 +61,36 @@ class StageLoads:
     received: Array
     local_hidden: Array | None = None
     hidden: Array | None = None
+    hops: HopLoads | None = None
+    """How the waves travel where some take two hops (without batch axes)."""
+
+    @property
+    def relay_rows(self) -> Array:
+        """float64[cp]: most rows that a wave's hops hold beside the receive buffer."""
+        return np.zeros(self.queries.shape[-1]) if self.hops is None else self.hops.held
+
+
+@dataclass(frozen=True, eq=False)
+class HopLoads:
+    """Waves of which some travel in two hops.
+
+    ``two_level`` bool[W]; ``moved`` float64[W, 2, 2, L, cp]: rows per hop, sent and received. A
+    wave of one hop has zeros in the second.
+    """
+
+    two_level: Array
+    moved: Array
+
+    @cached_property
+    def sent(self) -> Array:
+        """float64[cp]: rows that leave their owners in all waves."""
+        return np.asarray(self.moved[:, 0, 0].sum((0, 1)))
+
+    @cached_property
+    def held(self) -> Array:
+        """float64[cp]: rows of both hops' buffers and of returns to a relay, the largest wave's."""
+        rows = self.moved[:, :, 1].sum((1, 2)) + self.moved[:, 1, 0].sum(1)
+        return np.asarray((rows * self.two_level[:, None]).max(0, initial=0))
 
 
 @dataclass(frozen=True)
@@ -153,6 +191,23 @@ def exchange_ms(sent: Array, received: Array, row_bytes: float, profile: CostPro
     return np.asarray(latency + np.maximum(local, network))
 
 
+def wave_ms(loads: StageLoads, rates: LayerRates) -> tuple[Array, Array | None]:
+    """ms [.., W] of every wave's first hop, and of what follows it where waves have two (else
+    None): the copies of its relays, the second hop, and the rows put in order."""
+    profile, hops = rates.profile, loads.hops
+    if hops is None:
+        return exchange_ms(loads.sent, loads.received, rates.kv_bytes, profile), None
+    first, second = (
+        exchange_ms(hops.moved[:, hop, 0], hops.moved[:, hop, 1], rates.kv_bytes, profile)
+        for hop in range(2)
+    )
+    passed, kept = hops.moved[:, 1, 0].sum(1), loads.received.sum(1)
+    copies = rates.step_ms(
+        passed, profile.pack_passes * rates.kv_bytes, profile.pack_launch_ms
+    ) + rates.step_ms(kept, profile.assemble_passes * rates.kv_bytes, profile.assemble_launch_ms)
+    return first, np.where(hops.two_level, second + copies.max(-1), 0.0)
+
+
 def layer_ms(
     loads: StageLoads,
     rates: LayerRates,
@@ -177,12 +232,15 @@ class _Layer:
 
     def __init__(self, loads: StageLoads, rates: LayerRates, record: Recorder | None) -> None:
         self.loads, self.rates, self.record = loads, rates, record
-        self.profile = profile = rates.profile
+        self.profile = rates.profile
         self.num_waves = loads.pairs.shape[-2]
         self.entries = loads.sent.shape[-3]
         self.repeats = self.num_waves // max(self.entries, 1)
-        self.wire = exchange_ms(loads.sent, loads.received, rates.kv_bytes, profile)
+        self.first, self.second = wave_ms(loads, rates)
+        self.wire = self.first if self.second is None else self.first + self.second
         self.sent = loads.sent.sum((-3, -2)) * self.repeats
+        if loads.hops is not None:
+            self.sent = loads.hops.sent
         self.local = StageLoad(loads.local_pairs, loads.local_hidden, loads.queries, loads.queries)
 
     def note(self, direction: str, kind: str, wave: int, begin: Array, end: Array) -> None:
@@ -286,11 +344,10 @@ class _Layer:
         last = start + self.wire.sum(-1)[..., None] * self.repeats
         end = self.beside(pack, pack + rates.stage_ms(self.local), start, last)
         self.note("forward", "local", -1, pack, end)
-        arrive = start
+        begun, arrivals = start, self.arrivals(start)
         for w in range(self.num_waves):
-            step, part = self.wave(w)
-            self.note("forward", "exchange", w, arrive, arrive + step)
-            arrive = arrive + step
+            _, part = self.wave(w)
+            arrive = arrivals(w, begun)
             ready = np.where(part.keys > 0, np.maximum(end, arrive), end)
             computed = self.beside(ready, ready + rates.stage_ms(part, remote=True), start, last)
             end = computed + rates.step_ms(
@@ -298,7 +355,31 @@ class _Layer:
             )
             self.note("forward", "remote", w, ready, computed)
             self.note("forward", "merge", w, computed, end)
+            begun = ready
         return end
+
+    def arrivals(self, start: Array) -> Callable[[int, Array], Array]:
+        """A function of a wave, and of the begin [.., cp] of the step before its own, that gives
+        the time [.., 1] at which the wave has arrived. To be called wave by wave.
+
+        First hops are all issued at ``start``, a second one when the step before the wave's has.
+        """
+        first, clock = [], start
+        for w in range(self.num_waves):
+            begin, clock = clock, clock + self.first[..., min(w, self.entries - 1), None]
+            self.note("forward", "exchange", w, begin, clock)
+            first.append(clock)
+
+        def arrive(w: int, begun: Array) -> Array:
+            nonlocal clock
+            if self.second is None or self.loads.hops is None or not self.loads.hops.two_level[w]:
+                return first[w]
+            begin = np.maximum(clock, begun.max(-1, keepdims=True))
+            clock = begin + self.second[..., w, None]
+            self.note("forward", "exchange", w, begin, clock)
+            return clock
+
+        return arrive
 
     def backward_staged(self) -> Array:
         clock = self.delta()

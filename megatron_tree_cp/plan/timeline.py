@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .cost import CostModel, local_loads, stage_loads
+from .cost import CostModel, local_loads, stage_loads, two_level_loads
 from .profile import CostProfile
 from .row_plan import RowPlan
 from .simulate import layer_ms
@@ -53,6 +53,7 @@ def layer_timelines(plan: RowPlan, profile: CostProfile) -> tuple[LayerTimeline,
         part = plan.attention[layer.name]
         local = local_loads(part.runs, part.window, profile)
         loads = stage_loads(part.runs, part.waves, part.window, local, profile)
+        loads = two_level_loads(loads, part.runs, part.waves, profile, part.two_level)
         steps: list[Step] = []
 
         def record(

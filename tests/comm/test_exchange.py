@@ -65,20 +65,26 @@ def _layouts(rank, world_size):
         for name, (cuts, owner) in LAYOUTS.items()
     }
     plan = plan_row(tree, 3, ModelShape(), layout=layouts["main"])
-    # Only the layouts of the plan matter here; islands come with the layer families that want them.
+    # Only the layouts of the plan matter here.
     plan = type(plan)(**{**_fields(plan), "layouts": layouts})
     ctx = TreeContext(plan, dist.group.WORLD, "cpu")
-    rows = ctx.layout_row_indices("main")
+    rows = ctx.row_indices
     x = torch.where(rows >= 0, rows.double() + 1, float("nan"))[:, None].requires_grad_()
     moved = ctx.exchange(x, "main", "island")
-    target = ctx.layout_row_indices("island")
+    island = ctx.in_layout("island")
+    target = island.row_indices
     assert torch.equal(moved[:, 0], (target.double() + 1))  # padding is -1 + 1 = 0
     upstream = torch.where(target >= 0, 10 * (target.double() + 1), float("nan"))[:, None]
     (grad,) = torch.autograd.grad(moved, x, upstream)
     assert torch.equal(grad[:, 0], 10 * (rows.double() + 1))
     back = ctx.exchange(moved, "island", "main")
     assert torch.equal(back[:, 0], rows.double() + 1)
-    assert torch.equal(ctx.layout_positions("island"), target.clamp(min=0))
+    assert torch.equal(island.positions, target.clamp(min=0))
+    assert island.in_layout("main").row_indices is rows and island.in_layout("island") is island
+    assert (island.num_tokens, island.num_real) == (len(target), int((target >= 0).sum()))
+    assert torch.equal(island.exchange(x, "main", "island"), moved)
+    assert island.cached("here", object) is not ctx.cached("here", object)
+    assert ctx.in_layout("island").cached("here", object) is island.cached("here", object)
     with pytest.raises(ValueError, match="no layout 'elsewhere'; it has: island, main"):
         ctx.exchange(x, "main", "elsewhere")
     with pytest.raises(ValueError, match="x has 3 rows but layout 'main'"):

@@ -30,6 +30,7 @@ OPTIONS = {
     "--tree-allow-new-data": False,
     "--tree-waves": "auto",
     "--tree-exchange": "group",
+    "--tree-islands": "off",
     "--tree-attention-impl": "auto",
     "--tree-deterministic": False,
     "--tree-profile": None,

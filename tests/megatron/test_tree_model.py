@@ -19,6 +19,7 @@ def arguments(**changes) -> Namespace:
         "tree_attention_impl": "tiled",
         "hybrid_layer_pattern": None,
         "rope_scaling_factor": 4.0,
+        "tree_islands": "off",
     }
     return Namespace(**values | changes)
 
@@ -54,6 +55,21 @@ def test_a_gpt_config_gets_layers_positions_and_its_rope_scaling():
 def test_other_models_are_refused(make, changes, message):
     with pytest.raises(InputError, match=message):
         apply_tree(make(), arguments(**changes))
+
+
+def test_islands_are_planned_and_installed_where_asked():
+    from megatron_tree_cp.megatron.islands import install_islands
+
+    shape = {"tree_profile": None, "tree_waves": "auto", "distributed_backend": "gloo"}
+    shape |= {"context_parallel_size": 2, "tensor_model_parallel_size": 1, "fp8": None}
+    for mode in ("off", "auto", "on"):
+        model = gpt_config()
+        model.transformer.experimental_attention_variant = "gated_delta_net"
+        model.transformer.linear_attention_freq = 2
+        apply_tree(model, arguments(tree_islands=mode))
+        assert (install_islands in model.pre_wrap_hooks) == (mode != "off")
+        recipe = plan_recipe(arguments(tree_islands=mode, **shape), model)
+        assert (recipe.islands, recipe.force_islands) == (int(mode != "off"), mode == "on")
 
 
 def test_what_megatrons_config_refuses_is_one_line(monkeypatch):

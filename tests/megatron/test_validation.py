@@ -20,6 +20,7 @@ BASE = (
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4"),
 )
 EXPERTS = ("--num-experts", "4")
+GDN_VARIANT = ("--experimental-attention-variant", "gated_delta_net")
 
 
 def parse(*argv: str) -> argparse.Namespace:
@@ -45,6 +46,18 @@ def test_defaults_pass_and_are_settled(capsys):
     assert "tree run sets variable_seq_lengths=True" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--hybrid-layer-pattern", "G*"),
+        (*GDN_VARIANT, "--linear-attention-freq", "2"),
+        (*GDN_VARIANT, "--linear-attention-freq", "[0,1]"),
+    ],
+)
+def test_islands_want_both_kinds_of_layers(argv):
+    prepare_tree_args(parse("--tree-islands", "on", *argv))
+
+
 def test_sequence_length_alone_sets_max_tokens():
     args = parse("--seq-length", "64")
     args.tree_max_tokens = None
@@ -65,6 +78,19 @@ REFUSED = {
     "mtp pattern": (("--hybrid-layer-pattern", "*-/*-"), "drop the MTP part"),
     "pattern": (("--hybrid-layer-pattern", "M*G-"), "--hybrid-layer-pattern with M"),
     "no attention": (("--hybrid-layer-pattern=----",), "add a '*'"),
+    "islands of none": (("--tree-islands", "auto"), "--tree-islands auto: the model does not have"),
+    "islands in a pattern": (
+        ("--tree-islands", "on", "--hybrid-layer-pattern", "*-"),
+        "drop it, or give both by --hybrid-layer-pattern",
+    ),
+    "islands alone": (
+        ("--tree-islands", "on", *GDN_VARIANT, "--linear-attention-freq", "[1,1]"),
+        "both Gated DeltaNet and attention layers",
+    ),
+    "islands in attention": (
+        ("--tree-islands", "on", *GDN_VARIANT, "--linear-attention-freq", "1"),
+        "both Gated DeltaNet and attention layers",
+    ),
     "cuda graphs": (("--cuda-graph-impl", "local"), "--cuda-graph-impl local"),
     "old cuda graphs": (("--enable-cuda-graph",), "--enable-cuda-graph: it fixes"),
     "inference": (("--transformer-impl", "inference_optimized"), "use --transformer-impl trans"),

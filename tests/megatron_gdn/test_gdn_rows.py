@@ -12,6 +12,7 @@ from megatron_tree_cp.megatron.batch import build_batch
 from megatron_tree_cp.megatron.rows import PlannedRows, PlanRecipe, RowRecipe
 from megatron_tree_cp.megatron.stream import RowStream, SampleOrder, planned_row_loader
 from megatron_tree_cp.plan.model import LayerClass, ModelShape
+from megatron_tree_cp.plan.profile import CostProfile
 from megatron_tree_cp.plan.recurrence_tables import BlockArrays
 
 ATTENTION = LayerClass("global", query_heads=2, kv_heads=1, head_dim=8)
@@ -67,6 +68,34 @@ def test_ranks_agree_on_states_too(recipe):
         assert known is None or agreement.digests[0].endswith(known.digest[:32])
         assert len(digests[name].encode()) <= 128
     assert digests["hybrid"] == digests["other rank"] != digests["dense"]
+
+
+def test_rows_with_islands_bring_their_arrays(recipe):
+    """The island's layout is in the digest, its arrays come ahead, its router weights beside."""
+    forced = replace(HYBRID, islands=1, force_islands=True, granule=2)
+    rows = PlannedRows(recipe, forced)
+    planned = next(planned_row_loader(rows, SampleOrder(0, 0, 1), workers=1, lookahead=1))
+    assert planned.recurrence.layout == "gdn" and set(planned.plan.layouts) == {"main", "gdn"}
+    digests = []
+    for plan in (forced, replace(forced, cp_rank=1), replace(HYBRID, granule=2)):
+        agreement = Recorded()
+        stream = RowStream(iter([PlannedRows(recipe, plan)[0]] * 2), agreement, lambda row: row)
+        stream.consumer()
+        stream.peek(0)
+        digests.append(agreement.digests[0])
+    assert digests[0] == digests[1] != digests[2]
+    # One rank has one layout, whatever is asked.
+    alone = PlannedRows(recipe, replace(forced, cp_size=1))[0]
+    assert set(alone.plan.layouts) == {"main"} and alone.recurrence.layout == "main"
+    batch = build_batch(alone, None, torch.device("cpu"), router_statistics="logical")
+    assert batch.routing is not None and batch.island_routing is None
+
+
+def test_islands_that_do_not_win_cost_nothing(recipe):
+    dear = CostProfile(exchange_latency_ms=1e3)
+    auto = PlannedRows(recipe, replace(HYBRID, islands=1, profile=dear))[0]
+    off = PlannedRows(recipe, replace(HYBRID, profile=dear))[0]
+    assert auto.plan.digest == off.plan.digest and auto.recurrence.digest == off.recurrence.digest
 
 
 def test_a_batch_brings_everything_up(recipe, monkeypatch):

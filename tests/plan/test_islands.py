@@ -50,6 +50,18 @@ def test_dear_exchanges_leave_one_layout():
     assert plan.digest == plan_row(CHAIN, 4, MODEL, dear).digest
 
 
+def test_a_second_layout_can_be_forced():
+    dear = replace(FREE, exchange_latency_ms=20)
+    plan = plan_row_with_islands(CHAIN, 4, 6, MODEL, dear, force=True)
+    one, islands = totals(plan)
+    assert islands > one and plan.predicted.total_ms == islands
+    assert set(plan.layouts) == {"main", "gdn"} and plan.recurrent_layout == "gdn"
+    assert plan_row_with_islands(CHAIN, 4, 6, MODEL, dear).recurrent_layout == "main"
+    tight = replace(dear, memory_limit_bytes=plan.predicted.peak_bytes.max() - 1)
+    with pytest.raises(ValueError, match="two layouts need .* GiB: plan one layout"):
+        plan_row_with_islands(CHAIN, 4, 6, MODEL, tight, force=True)
+
+
 def test_every_island_pays_two_exchanges_each_way():
     costs = {n: totals(plan_row_with_islands(CHAIN, 4, n, MODEL))[1] for n in (1, 2, 5)}
     a_turn = (costs[2] - costs[1]) / 4

@@ -78,11 +78,12 @@ def check_tree(seed, cp_size):
     for attention in plan.attention.values():
         # One list of collectives for all ranks: a stage and a side of an exchange for every wave.
         for rank in range(cp_size):
-            sides = [exchange.rank(rank) for exchange in attention.exchanges]
-            assert len(attention.rank(rank).remote) == len(sides) == attention.num_waves
+            assert len(attention.rank(rank).remote) == len(attention.exchanges)
+            sides = [hop.rank(rank) for e in attention.exchanges for hop in e.hops]
+            assert len(sides) == attention.num_waves + sum(attention.two_level)
             assert all(len(s.send_counts) == len(s.recv_counts) == cp_size for s in sides)
         for exchange in attention.exchanges:
-            check_transposes(exchange, main, None)
+            check_transposes(exchange.hops[0], main, None)
     other = random_layout(rng, tree.num_tokens, cp_size, granule)
     forth, back = layout_exchange(main, other), layout_exchange(other, main)
     assert np.array_equal(forth.counts, back.counts.T)

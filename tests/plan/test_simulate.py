@@ -8,7 +8,6 @@ import pytest
 
 from megatron_tree_cp.bench.presets import preset_tree
 from megatron_tree_cp.plan import CostProfile, LayerClass, ModelShape, plan_row
-from megatron_tree_cp.plan.cost import CostModel
 from megatron_tree_cp.plan.simulate import (
     LayerRates,
     StageLoad,
@@ -189,19 +188,3 @@ def test_exchange_takes_the_rates_of_its_size():
         counts = np.zeros((1, ranks, ranks), int)
         counts[0, 0, 1] = 8
         assert exchange_ms(*traffic(counts, profile), 1.0, profile) == pytest.approx([ms])
-
-
-def test_peak_is_the_end_of_the_backward_or_a_remote_stage():
-    model = ModelShape((LAYER,), token_flops=0.0, activation_bytes=10.0)
-    costs = CostModel(model, PROFILE, 1)
-    # Per token: 10 kept; output 2, fp32 sum of dQ 4, three fp32 row sums. Then the gradients of K
-    # and V, 4, with their fp32 sums, 8: more than 2 of dQ and these 4 at the end.
-    alone = costs.peak_bytes(np.array([100]), [np.array([0])])
-    assert alone == pytest.approx(100 * (10 + 6 + 12 + 12))
-    # Rank 1 receives 1000 rows: 4 bytes each, then 4 of gradients, 8 of sums, 4 on the wire.
-    two = costs.peak_bytes(np.array([100, 100]), [np.array([0, 1000])])
-    assert two == pytest.approx([alone[0], 100 * (10 + 6 + 12) + 1000 * (4 + 16)])
-    wide = ModelShape((replace(LAYER, query_heads=16),), token_flops=0.0, activation_bytes=0.0)
-    # 16 heads of 2 bytes: dQ and the gradients of K and V at the end are most.
-    end = CostModel(wide, PROFILE, 1).peak_bytes(np.array([100]), [np.array([0])])
-    assert end == pytest.approx(100 * (32 * 3 + 16 * 12 + 32 + 4))

@@ -29,6 +29,8 @@ _GDN = """
 --linear-value-head-dim 6 --linear-conv-kernel-dim 4 --lr 0.1
 """.split()
 
+_ISLANDS = "--tree-islands on".split()
+
 
 @dataclass(frozen=True)
 class Family:
@@ -91,6 +93,23 @@ FAMILIES: dict[str, Family] = {
             *"--linear-num-key-heads 4".split(),
         ]
     ),
+    # Recurrent layers, and the experts between them, in a second layout of every row. Weights are
+    # small: rounding grows through two recurrent layers, in one layout as in two.
+    "islands": Family(
+        [
+            *(_GDN + _EXPERTS + _ISLANDS),
+            *"--hybrid-layer-pattern *GEG --moe-router-enable-expert-bias".split(),
+            *"--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1".split(),
+            *"--moe-router-score-function sigmoid --init-method-std 0.08 --lr 0.3".split(),
+        ]
+    ),
+    "islands, GPT": Family(
+        [
+            *(_GDN + _ISLANDS),
+            *"--experimental-attention-variant gated_delta_net --linear-attention-freq 4".split(),
+            *"--linear-num-key-heads 4".split(),
+        ]
+    ),
 }
 
 _CP2 = "--context-parallel-size 2".split()
@@ -101,7 +120,7 @@ _VPP2 = "--num-layers-per-virtual-pipeline-stage 1".split()
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 _SHARDED = "--use-distributed-optimizer --overlap-grad-reduce".split()
 _MOE = ("moe", "moe, sequence loss and expert bias")
-_ALL_EXPERTS = (*_MOE, "hybrid")
+_ALL_EXPERTS = (*_MOE, "hybrid", "islands")
 
 TOPOLOGIES: dict[str, Topology] = {
     "CP1": Topology(1, []),
@@ -109,10 +128,10 @@ TOPOLOGIES: dict[str, Topology] = {
     "EP2 x CP2": Topology(2, _EP2 + _CP2, families=_ALL_EXPERTS, fast=("moe",)),
     "TP2 x SP x CP2": Topology(4, _TP2 + _CP2, fast=("dense", "gated delta net")),
     "TP2 x EP2 x CP2": Topology(4, _TP2 + _EP2 + _CP2, families=_ALL_EXPERTS, fast=_MOE),
-    "PP2 x CP2": Topology(4, _PP2 + _CP2, fast=("dense", "moe")),
+    "PP2 x CP2": Topology(4, _PP2 + _CP2, fast=("dense", "moe", "islands")),
     # A hybrid pattern would have to name the stages of its own.
     "PP2 x VPP2 x CP2": Topology(
-        4, _PP2 + _VPP2 + _CP2, families=("dense", *_MOE, "gated delta net, GPT")
+        4, _PP2 + _VPP2 + _CP2, families=("dense", *_MOE, "gated delta net, GPT", "islands, GPT")
     ),
     "DP2 x CP2, distributed optimizer, overlapped reduction": Topology(
         4, _CP2 + _SHARDED, optimizer=tuple(ADAM), fast=("dense",)

@@ -87,8 +87,11 @@ class Probe:
 
     def _build_batch(self, stock: Any, planned: Any, *args: Any, **kwargs: Any) -> Any:
         batch = stock(planned, *args, **kwargs)
-        indices = planned.plan.layouts["main"].row_indices(batch.context.rank)
-        self.shards[id(batch.routing)] = batch.routing, planned.sample, indices
+        rank, layouts = batch.context.rank, planned.plan.layouts
+        for name, routing in (("main", batch.routing), ("gdn", batch.island_routing)):
+            if routing is not None:
+                indices = layouts[name].row_indices(rank)
+                self.shards[id(routing)] = routing, planned.sample, indices
         return batch
 
     def _tree_routing(self, stock: Any, router: Any, logits: Any, padding_mask: Any) -> Any:

@@ -133,6 +133,9 @@ def backward_stages(
     else:
         for wave, (stage, buffer) in enumerate(zip(calls.remote, buffers, strict=True)):
             dkeys, dvalues = _stage_backward(layer, stage, *_split(buffer, k, v))
+            # The second hop of the wave before overlaps the stage that was just launched.
+            for before in returns[-1:]:
+                before.proceed()
             returns.append(_return(stages, wave, dkeys, dvalues, k.dtype))
         dk, dv = _stage_backward(layer, calls.local, k, v)
     for exchange, wave in zip(stages.exchanges, returns, strict=True):

@@ -69,6 +69,11 @@ def _check(
     ctx: TreeContext,
     sink: torch.Tensor | None,
 ) -> None:
+    if ctx.layout_name != "main":
+        raise ValueError(
+            f"attention is planned for layout 'main', the context is in {ctx.layout_name!r}: "
+            "exchange q, k and v to 'main' and pass ctx.in_layout('main')"
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
             raise ValueError(f"{name} must be [T, heads, dim], got shape {tuple(x.shape)}")

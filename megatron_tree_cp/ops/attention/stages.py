@@ -10,9 +10,12 @@ import torch
 from megatron_tree_cp.comm.context import TreeContext
 from megatron_tree_cp.comm.exchange import RangeExchange
 from megatron_tree_cp.comm.ranges import DeviceRanges
+from megatron_tree_cp.comm.two_level import TwoLevelRangeExchange
 from megatron_tree_cp.ops.attention.interval_mask import IntervalMask
+from megatron_tree_cp.plan.two_level import TwoLevelExchange
 
 if TYPE_CHECKING:
+    from megatron_tree_cp.plan.exchange import ExchangePlan
     from megatron_tree_cp.plan.stages import StagePlan
 
 
@@ -87,17 +90,7 @@ def attention_stages(ctx: TreeContext, window: int | None) -> AttentionStages:
     def build() -> AttentionStages:
         plan = ctx.plan.attention_class(window)
         rank = plan.rank(ctx.rank)
-        exchanges = tuple(
-            RangeExchange(
-                exchange.rank(ctx.rank),
-                ctx.cp_group,
-                ctx.device,
-                ctx.stream,
-                transport=ctx.transport,
-                counts=exchange.counts,
-            )
-            for exchange in plan.exchanges
-        )
+        exchanges = tuple(_exchange(ctx, exchange) for exchange in plan.exchanges)
 
         def direction(fused: bool) -> DirectionStages:
             if fused:
@@ -119,6 +112,13 @@ def prepare_tables(stages: AttentionStages, kernel: Any, head_dim: int, value_di
     if prepare is None:
         return 0
     return sum(prepare(stage.mask, head_dim, value_dim) for stage in stages.calls)
+
+
+def _exchange(ctx: TreeContext, plan: ExchangePlan | TwoLevelExchange) -> RangeExchange:
+    where = (ctx.cp_group, ctx.device, ctx.stream)
+    if isinstance(plan, TwoLevelExchange):
+        return TwoLevelRangeExchange(plan.rank(ctx.rank), *where, ctx.transport)
+    return RangeExchange(plan.rank(ctx.rank), *where, transport=ctx.transport, counts=plan.counts)
 
 
 def _stage(ctx: TreeContext, plan: StagePlan, window: int | None) -> Stage:

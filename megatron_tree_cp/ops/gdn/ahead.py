@@ -12,13 +12,18 @@ from megatron_tree_cp.plan.recurrence_tables import RecurrentRow
 def upload_recurrent_row(ctx: TreeContext, row: RecurrentRow) -> None:
     """Fill the context with what `recurrent_row` made of its plan: layers then build nothing.
 
-    Raises ValueError for arrays of another rank.
+    The arrays are for layers that run in the layout ``row.layout``. Raises ValueError for arrays of
+    another rank, and for a layout that the plan has not.
     """
     if row.rank != ctx.rank:
         raise ValueError(
             f"recurrent arrays are of rank {row.rank} but the context is rank {ctx.rank}'s: "
             "make them with recurrent_row(plan, rank) of the same rank"
         )
+    if row.layout != ctx.layout_name:
+        ctx.prepare_exchange(ctx.layout_name, row.layout)
+        ctx.prepare_exchange(row.layout, ctx.layout_name)
+    ctx = ctx.in_layout(row.layout)
     tables = recurrence_tables(ctx, row.blocks.chunk, arrays=row.blocks)
     for arrays in row.convolutions:
         conv_tables(ctx, arrays.width, arrays=arrays)

@@ -72,17 +72,17 @@ class ConvolutionCall(NamedTuple):
 
 
 def conv_tables(
-    ctx: TreeContext, width: int, layout: str = "main", arrays: ConvolutionArrays | None = None
+    ctx: TreeContext, width: int, arrays: ConvolutionArrays | None = None
 ) -> ConvTables:
     """The tables of this rank, made once a row and width; from ``arrays`` where given."""
 
     def build() -> ConvTables:
         made = arrays
         if made is None:
-            made = ConvolutionArrays.of(HaloPlan(recurrence_plan(ctx, layout), width), ctx.rank)
+            made = ConvolutionArrays.of(HaloPlan(recurrence_plan(ctx), width), ctx.rank)
         return build_conv_tables(made, ctx)
 
-    return ctx.cached(("conv tables", layout, width), build)
+    return ctx.cached(("conv tables", width), build)
 
 
 def build_conv_tables(arrays: ConvolutionArrays, ctx: TreeContext) -> ConvTables:

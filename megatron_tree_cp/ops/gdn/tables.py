@@ -129,23 +129,21 @@ class RecurrenceTables:
     """Without and with slots for gradients of final states."""
 
 
-def recurrence_plan(ctx: TreeContext, layout: str = "main") -> RecurrencePlan:
-    """The recurrence of the context's row, made once."""
-    return ctx.cached(
-        ("recurrence", layout), lambda: RecurrencePlan(ctx.plan.tree, ctx.layout(layout))
-    )
+def recurrence_plan(ctx: TreeContext) -> RecurrencePlan:
+    """The recurrence of the context's row in its layout, made once."""
+    return ctx.cached("recurrence", lambda: RecurrencePlan(ctx.plan.tree, ctx.layout))
 
 
 def recurrence_tables(
-    ctx: TreeContext, chunk: int = CHUNK, layout: str = "main", arrays: BlockArrays | None = None
+    ctx: TreeContext, chunk: int = CHUNK, arrays: BlockArrays | None = None
 ) -> RecurrenceTables:
     """The tables of this rank, made once a row and chunk size; from ``arrays`` where given."""
 
     def build() -> RecurrenceTables:
-        made = arrays or BlockArrays.of(recurrence_plan(ctx, layout), ctx.rank, chunk)
+        made = arrays or BlockArrays.of(recurrence_plan(ctx), ctx.rank, chunk)
         return upload_tables(made, ctx.device)
 
-    return ctx.cached(("recurrence tables", layout, chunk), build)
+    return ctx.cached(("recurrence tables", chunk), build)
 
 
 def upload_tables(arrays: BlockArrays, device: torch.device) -> RecurrenceTables:
