@@ -335,11 +335,12 @@ def page(evidence: list[Evidence]) -> str:
         parts.append(
             "## Training\n\n20 iterations each, compared with the first run of the same model and "
             "initial weights; a 300M-class model where none is named. Steps agree while the loss "
-            "is within 0.5 % and the gradient norm within 1 %. The MoE runs start from random "
+            "is within 0.5 % and the gradient norm within 1 %. `equal weights` runs load the same "
+            "weights in every shape and learn at 1e-5. The other MoE runs start from random "
             "weights at a learning rate at which gradients jump, so that roundings grow: plain "
             "data parallelism (DP2), which exchanges nothing of a tree, parts from the first run "
-            "no later than CP2 does. Shapes whose weights are initialised otherwise (TP, PP, EP) "
-            "are not compared.\n\n" + training + "\n"
+            "no later than CP2 does; of these, shapes whose weights are initialised otherwise "
+            "(TP, PP, EP) are not compared.\n\n" + training + "\n"
         )
     planner = planner_table(evidence)
     if planner:
