@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from ..bench.presets import MEASURED_ROWS, PRESETS
 from ..plan.model import LayerClass, ModelShape
 from ..plan.planner import plan_row
-from ..plan.profile import CostProfile, load_profile
+from ..plan.profile import load_profile
 from ..plan.row_plan import RowPlan
+from ..plan.shipped_profiles import profile_for
 from ..tree.errors import InputError
 from ..tree.packed_tree import PackedTree
 from ..tree.packing import PackedRow
@@ -48,7 +49,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--heads", default="32/4/128", metavar="Q/KV/D", help="query heads, KV heads, head dim")
     add("--hidden-size", type=int, default=4096, metavar="N", help="of the token-local work")
     add("--token-flops", type=float, metavar="X", help="of that work; 0 plans attention alone")
-    add("--profile", metavar="FILE", help="cost profile (JSON); default: built-in H200-like")
+    add("--device", default="H200", metavar="NAME", help="plan for this device's shipped costs")
+    add("--profile", metavar="FILE", help="cost profile (JSON) in their place")
 
 
 def named_rows(args: argparse.Namespace) -> Iterator[NamedRow]:
@@ -92,7 +94,7 @@ class RowPlanner:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.model = _model(args)
-        self.profile = CostProfile() if args.profile is None else load_profile(args.profile)
+        self.profile = load_profile(args.profile) if args.profile else profile_for(args.device)[0]
         self._parallel = {"tp_size": args.tp_size, "waves": args.waves}
         self._cp_size = args.cp_size
         # The planner lives in long-lived workers: what numpy loads at first use is no planning.

@@ -25,8 +25,30 @@ from .recurrence_loads import ExchangeLoads, PassLoads, RecurrenceLoads
 from .simulate import exchange_ms, link_masks
 from .values import Array
 
-STEP_DIM = 128
-"""Key head dim for which ``CostProfile.gdn_step_ms`` stands."""
+
+@dataclass(frozen=True)
+class _Traffic:
+    """Elements that a layer's kernels read and write, the convolution aside: they are bound by
+    memory."""
+
+    token: float
+    """Of a token forward: norm, systems, w and u, outputs from the states."""
+
+    token_back: float
+    """Backward: w and u again, local parts, gradients of tokens and systems, the norm's."""
+
+    chunk: float
+    """Of a chunk of a pass over states."""
+
+    @classmethod
+    def of(cls, keys: float, values: float, key_dim: int, value_dim: int) -> _Traffic:
+        """For key and value heads of one rank."""
+        key, state = keys * key_dim, key_dim * value_dim / CHUNK
+        return cls(
+            token=8 * key + values * (key_dim + 4 * value_dim + 2 * CHUNK + state),
+            token_back=10 * key + values * (9 * key_dim + 10 * value_dim + 2 * CHUNK + 2 * state),
+            chunk=CHUNK * (key + values * (key_dim + 2 * value_dim + state)),
+        )
 
 
 @dataclass(frozen=True)
@@ -36,6 +58,9 @@ class GdnRates:
     profile: CostProfile
     token_ms: float
     """Forward ms of a token's preparation and output."""
+
+    token_back_ms: float
+    """Backward ms of that, the preparation repeated."""
 
     conv_ms: float
     """Forward ms of a token's convolution."""
@@ -69,17 +94,19 @@ class GdnRates:
         """Rates of ``layer``."""
         keys, values = layer.query_heads / tp_size, layer.kv_heads / tp_size
         key_dim, value_dim = layer.head_dim, layer.value_width
-        # The system, w, u and scores of a block; then the state is read.
-        flops = values * (2 * CHUNK * (3 * key_dim + 2 * value_dim) + 2 * key_dim * value_dim)
-        chunk_flops = values * 4 * CHUNK * key_dim * value_dim
+        traffic = _Traffic.of(keys, values, key_dim, value_dim)
         state_bytes = 4 * values * key_dim * value_dim
         row_bytes = (2 * keys * key_dim + values * value_dim) * dtype_bytes
         return cls(
             profile,
-            token_ms=flops / profile.gdn_token_flops_per_ms,
+            token_ms=traffic.token * dtype_bytes / profile.gdn_token_bytes_per_ms,
+            token_back_ms=traffic.token_back
+            * dtype_bytes
+            * profile.gdn_token_backward_factor
+            / profile.gdn_token_bytes_per_ms,
             conv_ms=profile.gdn_conv_passes * row_bytes / profile.memory_bytes_per_ms,
-            step_ms=profile.gdn_step_ms * key_dim / STEP_DIM,
-            chunk_ms=chunk_flops / profile.gdn_state_flops_per_ms,
+            step_ms=profile.gdn_step_ms,
+            chunk_ms=traffic.chunk * dtype_bytes / profile.gdn_state_bytes_per_ms,
             fork_ms=profile.gdn_fork_passes * state_bytes / profile.memory_bytes_per_ms,
             widen=(value_dim + key_dim) / value_dim,
             row_bytes=row_bytes,
@@ -93,10 +120,7 @@ class GdnRates:
         if not backward:
             return self.token_ms + self.conv_ms
         profile = self.profile
-        return (
-            self.token_ms * profile.gdn_token_backward_factor
-            + self.conv_ms * profile.gdn_conv_backward_factor
-        )
+        return self.token_back_ms + self.conv_ms * profile.gdn_conv_backward_factor
 
     def pass_ms(self, longest: Array, chunks: Array, runs: Array) -> Array:
         """A level of a pass: launch, and the longest run or all runs' chunks and states."""
@@ -117,10 +141,10 @@ class GdnRates:
             halo = self._exchange_ms(loads.heads * (self.halo_rows * self.row_bytes))
         tokens = loads.tokens * self.token_ms
         conv = loads.tokens * self.conv_ms
-        back = profile.gdn_token_backward_factor
+        tokens_back = loads.tokens * self.token_back_ms
         forward = profile.gdn_layer_ms + halo + conv + tokens / 2
         backward = profile.gdn_layer_ms + halo + conv * profile.gdn_conv_backward_factor
-        backward = backward + tokens * back / 2 + walk("every")
+        backward = backward + tokens_back / 2 + walk("every")
         turn = profile.gdn_pass_backward_factor
         if loads.exchanges:
             forward = self._around(
@@ -137,7 +161,7 @@ class GdnRates:
             )
         else:
             forward, backward = forward + walk("rest"), backward + turn * walk("rest")
-        return forward + tokens / 2, backward + tokens * back / 2
+        return forward + tokens / 2, backward + tokens_back / 2
 
     def _around(self, before: Array, exchange: ExchangeLoads, beside: Array, after: Array) -> Array:
         """Work before an exchange, beside it, and after it with the composition."""

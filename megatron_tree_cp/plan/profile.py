@@ -137,12 +137,12 @@ class CostProfile:
     network_bytes_per_ms: float = 4.5e7
     """Bytes per ms that one rank sends or receives across nodes."""
 
-    gdn_token_flops_per_ms: float = 1.5e11
-    """Achieved FLOPs per ms of what a Gated DeltaNet layer does for all tokens at once: blocks of
+    gdn_token_bytes_per_ms: float = 2.0e9
+    """Achieved memory traffic of what a Gated DeltaNet layer does for all tokens at once: blocks of
     64 tokens prepared, outputs read (`plan.cost_gdn`). All `gdn_` defaults are uncalibrated."""
 
-    gdn_token_backward_factor: float = 3.0
-    """Backward over forward time of that work; backward prepares the blocks again."""
+    gdn_token_backward_factor: float = 1.0
+    """Backward over forward time of a byte of that work."""
 
     gdn_conv_passes: float = 2.5
     """Memory passes of a forward convolution over its rows at ``memory_bytes_per_ms``."""
@@ -151,11 +151,10 @@ class CostProfile:
     """Backward over forward time of the convolution."""
 
     gdn_step_ms: float = 0.0025
-    """A chunk of 64 tokens that waits for the chunk before it, in a pass over states, at key head
-    dim 128; proportional to that."""
+    """A chunk of 64 tokens that waits for the chunk before it, in a pass over states."""
 
-    gdn_state_flops_per_ms: float = 1.5e11
-    """Achieved FLOPs per ms of such passes when many runs walk side by side."""
+    gdn_state_bytes_per_ms: float = 2.0e9
+    """Achieved memory traffic of such passes when many runs walk side by side."""
 
     gdn_fork_passes: float = 2.0
     """Memory passes over a run's fp32 state, which its pass reads and leaves behind."""

@@ -74,6 +74,8 @@ def scaled_profile(profile: CostProfile, compute: float, memory: float) -> CostP
         fill_flops=profile.fill_flops * compute,
         backward_fill_flops=None if filled is None else filled * compute,
         memory_bytes_per_ms=profile.memory_bytes_per_ms * memory,
+        gdn_token_bytes_per_ms=profile.gdn_token_bytes_per_ms * memory,
+        gdn_state_bytes_per_ms=profile.gdn_state_bytes_per_ms * memory,
     )
 
 

@@ -30,10 +30,10 @@ BASE = {"memory_bytes_per_ms": 3e9, "exchange_latency_ms": 0.05}
 TRUTH = {
     "gdn_conv_passes": 3.0,
     "gdn_conv_backward_factor": 2.0,
-    "gdn_token_flops_per_ms": 2e11,
-    "gdn_token_backward_factor": 2.4,
-    "gdn_step_ms": 0.002,
-    "gdn_state_flops_per_ms": 8e10,
+    "gdn_token_bytes_per_ms": 5e9,
+    "gdn_token_backward_factor": 0.9,
+    "gdn_step_ms": 0.004,
+    "gdn_state_bytes_per_ms": 2e9,
     "gdn_fork_passes": 3.0,
     "gdn_pass_backward_factor": 1.6,
     "gdn_level_ms": 0.008,
@@ -73,7 +73,7 @@ def fitted(noise, **changes):
     return known, fits
 
 
-@pytest.mark.parametrize("changes", [{}, {"gdn_step_ms": 0.02}, {"gdn_state_flops_per_ms": 1e12}])
+@pytest.mark.parametrize("changes", [{}, {"gdn_step_ms": 0.02}, {"gdn_state_bytes_per_ms": 1e11}])
 def test_recovers_known_costs(changes):
     """Whether steps or chunks count differs between these; the fit must find out which."""
     found, fits = fitted(0.0, **changes)
@@ -96,8 +96,8 @@ def test_the_third_shape_is_held_out():
     for component in components():
         labels = [case.label for case in component.cases()]
         held = labels[HELD_OUT - 1 :: HELD_OUT]
-        assert all("32/32/64/64" in label for label in held) and len(held) == len(labels) // 3
-        assert not any("32/32/64/64" in label for label in set(labels) - set(held))
+        assert all("16/64/128/128" in label for label in held) and len(held) == len(labels) // 3
+        assert not any("16/64/128/128" in label for label in set(labels) - set(held))
 
 
 def test_a_shape_with_costs_of_its_own_shows_as_held_out_error():
@@ -105,7 +105,8 @@ def test_a_shape_with_costs_of_its_own_shows_as_held_out_error():
     known = {**BASE, "gdn_conv_passes": 3.0, "gdn_conv_backward_factor": 2.0}
     samples = timed(component, 0.0)
     slow = [
-        replace(s, ms=2 * s.ms, scale=2 * s.ms) if "32/32/64/64" in s.label else s for s in samples
+        replace(s, ms=2 * s.ms, scale=2 * s.ms) if "16/64/128/128" in s.label else s
+        for s in samples
     ]
     fit, fields = fit_component(component, slow, known)
     assert fit.fit_error["worst"] < 1e-6 and fit.held_out_error["median"] == pytest.approx(0.5)
@@ -145,7 +146,7 @@ def test_rows_tell_the_terms_apart():
             return layer_price(shape, loads, False, costs)
 
         d, here = derivatives(price, ["step", "states", "forks", "levels"], profile), price(profile)
-        state = 1 / profile.gdn_state_flops_per_ms
+        state = 1 / profile.gdn_state_bytes_per_ms
         shares.append(
             (
                 profile.gdn_step_ms * d["step"] / here,

@@ -15,7 +15,7 @@ from megatron_tree_cp.plan.profile import load_profile
 ROOT = Path(__file__).parents[2]
 TINY = "--device cpu --dtype float32 --heads 4/2/16 --impl tiled --repeats 2".split()
 WIDTH = "--quick --hidden-size 32 --ffn-size 64 --gdn".split()
-GDN = {"gdn_conv_passes", "gdn_token_flops_per_ms", "gdn_step_ms", "gdn_layer_ms"}
+GDN = {"gdn_conv_passes", "gdn_token_bytes_per_ms", "gdn_step_ms", "gdn_layer_ms"}
 
 
 def torchrun(*arguments: str) -> str:

@@ -25,10 +25,10 @@ LAYER = LayerClass("gdn", kind="gdn", query_heads=16, kv_heads=32)
 MODEL = ModelShape(classes=(LAYER,), hidden_size=2048, token_flops=0)
 # Round numbers: a step is 1 ms, a level 10 ms, an exchange 100 ms; tokens and bytes cost nothing.
 PLAIN = CostProfile(
-    gdn_token_flops_per_ms=1e30,
+    gdn_token_bytes_per_ms=1e30,
     gdn_conv_passes=0,
     gdn_step_ms=1,
-    gdn_state_flops_per_ms=1e30,
+    gdn_state_bytes_per_ms=1e30,
     gdn_fork_passes=0,
     gdn_pass_backward_factor=3,
     gdn_level_ms=10,
@@ -90,11 +90,18 @@ def test_rates_follow_head_and_state_sizes():
         return GdnRates.of(layer, CostProfile(), 2, tp_size)
 
     base, wide, halved = rates(), rates(kv_heads=64), rates(tp_size=2)
-    assert wide.token_ms == 2 * base.token_ms == 4 * halved.token_ms
-    assert wide.chunk_ms == 2 * base.chunk_ms and wide.step_ms == base.step_ms
+    assert base.token_ms == 2 * halved.token_ms and base.chunk_ms == 2 * halved.chunk_ms
+    # Elements by hand: 8 x 2048 of q and k; w, u, outputs, systems and states of 32 heads.
+    assert base.token_ms * CostProfile().gdn_token_bytes_per_ms == 2 * (16384 + 32 * 1024)
+    chunk = 64 * (2048 + 32 * (128 + 2 * 128 + 128 * 128 / 64))
+    assert base.chunk_ms * CostProfile().gdn_state_bytes_per_ms == 2 * chunk
+    # More value heads move more, but q and k stay as they are.
+    assert base.token_ms < wide.token_ms < 2 * base.token_ms
+    assert base.token_back_ms < wide.token_back_ms < 2 * base.token_back_ms
+    assert wide.step_ms == base.step_ms
     assert base.state_bytes == base.transfer_bytes == 2 * 2**20
     narrow = rates(head_dim=64, value_dim=128)
-    assert narrow.step_ms == base.step_ms / 2 and narrow.widen == 1.5 and base.widen == 2
+    assert narrow.step_ms == base.step_ms and narrow.widen == 1.5 and base.widen == 2
     assert narrow.transfer_bytes == narrow.state_bytes / 2 == base.state_bytes / 4
     assert base.row_bytes == 2 * (2 * 16 * 128 + 32 * 128)
 

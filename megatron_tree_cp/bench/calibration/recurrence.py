@@ -36,14 +36,14 @@ from .component import Call, Case, Component, Features, Sample
 from .recurrence_rows import GdnRow, chained_rows, local_rows
 from .samples import slab_layout
 
-SHAPES = ((16, 32, 128, 128), (16, 64, 128, 128), (32, 32, 64, 64))
+SHAPES = ((16, 32, 128, 128), (32, 32, 64, 64), (16, 64, 128, 128))
 """Key heads, value heads, key dim, value dim; the last is held out of every fit."""
 
-QUICK_SHAPES = ((2, 4, 32, 32), (2, 8, 32, 32), (4, 4, 16, 16))
+QUICK_SHAPES = ((2, 4, 32, 32), (4, 4, 16, 16), (2, 8, 32, 32))
 
 CONV_TOKENS = (2_000, 6_000, 12_000, 20_000, 32_000, 48_000)
 
-INVERSE = {"tokens": "gdn_token_flops_per_ms", "states": "gdn_state_flops_per_ms"}
+INVERSE = {"tokens": "gdn_token_bytes_per_ms", "states": "gdn_state_bytes_per_ms"}
 DIRECT = {
     "layer": "gdn_layer_ms",
     "step": "gdn_step_ms",
