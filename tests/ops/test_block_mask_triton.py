@@ -47,3 +47,37 @@ def test_interpreted():
 @pytest.mark.gpu
 def test_on_gpu():
     assert "equal" in run_script(CHECK, "cuda")
+
+
+LENGTHS = """
+import random, torch
+from tests.ops_gdn.interpreter import accept_numpy
+from tests.specialisations import Specialisations
+accept_numpy()
+watch = Specialisations()
+from megatron_tree_cp.comm import TreeContext
+from megatron_tree_cp.ops.attention import block_mask_triton
+from megatron_tree_cp.ops.attention.stages import attention_stages
+from megatron_tree_cp.plan import LayerClass, ModelShape, plan_row
+from megatron_tree_cp.tree.packed_tree import PackedTree
+model = ModelShape(classes=(LayerClass("global"), LayerClass("near", window=9)))
+random.seed(0)
+def one_row():
+    lengths = [random.randint(1, 40) for _ in range(5)]
+    ctx = TreeContext(plan_row(PackedTree(lengths, [-1, 0, 0, -1, 3]), 1, model), None, "cpu")
+    for window in (None, 9):
+        for call in attention_stages(ctx, window).calls:
+            for by_key in (False, True):
+                block_mask_triton.block_tables(call.mask, 8, 16, by_key)
+one_row()
+first = watch.counts()
+assert first
+for _ in range(12):
+    one_row()
+assert watch.counts() == first, (first, watch.counts())
+print("no more")
+"""
+
+
+def test_new_lengths_compile_nothing():
+    assert "no more" in run_script(LENGTHS, "cpu")

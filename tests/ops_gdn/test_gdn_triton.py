@@ -45,6 +45,33 @@ def _interpreted(rank, world_size, batch):
     return [check_case(case, group, world_size, row) for case, row in batch]
 
 
+def _rows_of_new_lengths(rank, world_size, batch):
+    from tests.specialisations import Specialisations
+
+    watch = Specialisations()
+    first = _interpreted(rank, world_size, batch[:FIRST]) and watch.counts()
+    _interpreted(rank, world_size, batch[FIRST:])
+    return first, watch.counts()
+
+
+FIRST = 4
+
+
+def test_new_lengths_compile_nothing():
+    generator = torch.Generator().manual_seed(0)
+    batch = []
+    for seed in range(12):
+        lengths = torch.randint(1, 40, (5,), generator=generator).tolist()
+        parents = (-1, 0, 1, 0, -1) if seed % 2 else (-1, 0, -1, 2, 3)
+        case = Case(tuple(lengths), parents, pieces=6, seed=seed, key_dim=16, value_dim=16)
+        batch.append(replace(case, dtype=torch.float32))
+    rows = [(case, make_row(case)) for case in batch]
+    for ranks in (1, 2):
+        env = {"TRITON_INTERPRET": "1"}
+        for first, last in run_ranks(ranks, _rows_of_new_lengths, rows, timeout=200, env=env):
+            assert len(first) > 6 and last == first
+
+
 def test_kernels_match_the_reference():
     batch = [replace(case, dtype=torch.float32) for case in CASES]
     rows = [(case, make_row(case)) for case in batch]

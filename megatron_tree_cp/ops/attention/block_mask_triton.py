@@ -23,10 +23,8 @@ def _tables(
     hi,
     q_positions,
     k_positions,
-    partial_count,
-    partial_index,
-    full_count,
-    full_index,
+    counts,
+    index,
     num_queries,
     num_keys,
     window,
@@ -40,8 +38,13 @@ def _tables(
     WINDOW: tl.constexpr,
     HIDDEN: tl.constexpr,
 ):
-    """Shapes inside: A = AT_ONCE tiles of the walked side; keys [A or 1, K_BLOCK]."""
+    """Shapes inside: A = AT_ONCE tiles of the walked side; keys [A or 1, K_BLOCK].
+
+    counts [2, rows] and index [2, rows, columns]: partial tiles, then full ones. Not four pointers:
+    kernels are compiled for pointers by their alignment, and the second halves may have any.
+    """
     row = tl.program_id(0)
+    rows = tl.num_programs(0).to(tl.int64)
     partials = 0
     fulls = 0
     key = tl.arange(0, K_BLOCK)
@@ -88,15 +91,15 @@ def _tables(
         at = row.to(tl.int64) * columns
         taken = partial.to(tl.int32)
         place_in_row = partials + tl.cumsum(taken, axis=0) - 1
-        tl.store(partial_index + at + place_in_row, walked, mask=partial)
+        tl.store(index + at + place_in_row, walked, mask=partial)
         partials += tl.sum(taken, axis=0)
         taken = full.to(tl.int32)
         place_in_row = fulls + tl.cumsum(taken, axis=0) - 1
-        tl.store(full_index + at + place_in_row, walked, mask=full)
+        tl.store(index + rows * columns + at + place_in_row, walked, mask=full)
         fulls += tl.sum(taken, axis=0)
         begin += AT_ONCE
-    tl.store(partial_count + row, partials)
-    tl.store(full_count + row, fulls)
+    tl.store(counts + row, partials)
+    tl.store(counts + rows + row, fulls)
 
 
 def block_tables(
@@ -113,10 +116,8 @@ def block_tables(
             mask.lo,
             mask.hi,
             *positions,
-            counts[0],
-            index[0],
-            counts[1],
-            index[1],
+            counts,
+            index,
             mask.num_queries,
             mask.num_keys,
             mask.window or 0,
