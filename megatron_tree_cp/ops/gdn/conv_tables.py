@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from megatron_tree_cp.comm.context import TreeContext
 from megatron_tree_cp.comm.exchange import RangeExchange
 from megatron_tree_cp.comm.upload import upload_together
 from megatron_tree_cp.ops.gdn.tables import recurrence_plan
-from megatron_tree_cp.plan.halo import ConvolutionArrays, HaloPlan
+from megatron_tree_cp.plan.halo import ConvolutionArrays, HaloPlan, RankHalo
 
 PIECE_TOKENS = 61
 """Tokens of a run that one program of a kernel takes at most: with three tokens more, which a
@@ -34,7 +35,10 @@ class ConvTables:
 
     pieces: torch.Tensor
     """int32[3, p]: first row, one past the last, and one past the last of the run, of each piece of
-    a run; inside a run tap j of row t reads t - j."""
+    a run; inside a run tap j of row t reads t - j. Pieces that read the halo come last."""
+
+    num_near_pieces: int
+    """How many pieces read no halo."""
 
     heads: torch.Tensor
     """int32[.]: tokens that read across their run's start, ascending."""
@@ -71,6 +75,10 @@ class ConvolutionCall(NamedTuple):
     silu: bool
 
 
+Receive = Callable[[], torch.Tensor]
+"""Waits for the received rows [h, C]."""
+
+
 def conv_tables(
     ctx: TreeContext, width: int, arrays: ConvolutionArrays | None = None
 ) -> ConvTables:
@@ -91,6 +99,7 @@ def build_conv_tables(arrays: ConvolutionArrays, ctx: TreeContext) -> ConvTables
     exchange = None
     if arrays.exchange is not None:
         exchange = RangeExchange(arrays.exchange, ctx.cp_group, ctx.device, ctx.stream)
+    cut, near = _pieces(part, tokens)
     start, length, before, heads, late_rows, late_offsets, late_readers, pieces = upload_together(
         [
             part.start,
@@ -100,7 +109,7 @@ def build_conv_tables(arrays: ConvolutionArrays, ctx: TreeContext) -> ConvTables
             arrays.late_rows,
             arrays.late_offsets,
             arrays.late_readers,
-            _pieces(part.start, part.length),
+            cut,
         ],
         ctx.device,
     )
@@ -118,6 +127,7 @@ def build_conv_tables(arrays: ConvolutionArrays, ctx: TreeContext) -> ConvTables
         num_received=part.num_received,
         taps=taps.int(),
         pieces=pieces,
+        num_near_pieces=near,
         heads=heads,
         late_rows=late_rows,
         late_offsets=late_offsets,
@@ -128,10 +138,15 @@ def build_conv_tables(arrays: ConvolutionArrays, ctx: TreeContext) -> ConvTables
     )
 
 
-def _pieces(start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """int32[3, p]: see `ConvTables.pieces`."""
-    count = -(-length // PIECE_TOKENS)
-    first = np.repeat(np.cumsum(count) - count, count)
-    begin = np.repeat(start, count) + (np.arange(len(first)) - first) * PIECE_TOKENS
-    run_end = np.repeat(start + length, count)
-    return np.stack([begin, np.minimum(begin + PIECE_TOKENS, run_end), run_end]).astype(np.int32)
+def _pieces(part: RankHalo, tokens: int) -> tuple[np.ndarray, int]:
+    """`ConvTables.pieces` and `num_near_pieces`."""
+    count = -(-part.length // PIECE_TOKENS)
+    run = np.repeat(np.arange(len(count)), count)
+    number = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
+    begin = part.start[run] + number * PIECE_TOKENS
+    run_end = (part.start + part.length)[run]
+    pieces = np.stack([begin, np.minimum(begin + PIECE_TOKENS, run_end), run_end])
+    # Only a run's first piece reads across its start: pieces are longer than the taps.
+    far = (number == 0) & (part.before >= tokens).any(1)[run]
+    order = np.argsort(far, kind="stable")
+    return pieces[:, order].astype(np.int32), int((~far).sum())

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import torch
 
-from megatron_tree_cp.ops.gdn.conv_tables import ConvolutionCall, ConvTables
+from megatron_tree_cp.ops.gdn.conv_tables import ConvolutionCall, ConvTables, Receive
 
 
-def forward(call: ConvolutionCall, rows: int, sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    """[n, size] for each size: the channels, in parts that are contiguous.
+def forward(
+    call: ConvolutionCall, rows: int, sizes: tuple[int, ...], receive: Receive
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """([n, size] for each size: the channels, in parts that are contiguous; the halo received).
 
-    A kernel that can leaves padding at 0 and returns [rows, size] instead.
+    ``call`` has no halo yet. A kernel that can leaves padding at 0 and returns [rows, size]
+    instead.
     """
+    call = call._replace(halo=receive())
     pre = _pre_activation(call)
     out = (pre * torch.sigmoid(pre) if call.silu else pre).to(call.x.dtype)
-    return tuple(part.contiguous() for part in out.split(sizes, dim=1))
+    return tuple(part.contiguous() for part in out.split(sizes, dim=1)), call.halo
 
 
 def backward_heads(

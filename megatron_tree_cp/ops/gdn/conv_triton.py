@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_tree_cp.ops.gdn.conv_tables import ConvolutionCall, ConvTables
+from megatron_tree_cp.ops.gdn.conv_tables import ConvolutionCall, ConvTables, Receive
 
 # Channels of a program (one warp), and tokens that it loads at once, by direction.
 _FORWARD = {"BC": 128, "STEP": 8}
@@ -29,26 +29,40 @@ _HEAD_BLOCK = 256
 _PROGRAMS = 384
 
 
-def forward(call: ConvolutionCall, rows: int, sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    """[rows, size] for each size: the channels, in parts that are contiguous; padding is 0."""
-    tables, tokens = call.tables, call.tables.num_tokens
-    x, stride = _rows(call.x)
-    outs = tuple(x.new_empty(rows, size) for size in sizes)
-    for out, (first, size) in zip(outs, _parts(sizes), strict=True):
-        out[tokens:].zero_()
-        if tokens:
-            grid = (tables.pieces.shape[1], triton.cdiv(size, _FORWARD["BC"]))
-            _forward_kernel[grid](
-                x,
-                *(call.halo, call.weight, call.bias, tables.taps, tables.pieces, out),
-                *(tokens, tables.pieces.shape[1], stride),
-                FIRST=first,
-                PART=size,
-                **_constants(call),
-                **_FORWARD,
-                num_warps=_WARPS,
-            )
-    return outs
+def forward(
+    call: ConvolutionCall, rows: int, sizes: tuple[int, ...], receive: Receive
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """([rows, size] for each size: the channels, in parts that are contiguous, padding 0; halo).
+
+    What needs no halo is launched before ``receive`` waits for it.
+    """
+    tables, pieces = call.tables, call.tables.pieces.shape[1]
+    outs = tuple(call.x.new_empty(rows, size) for size in sizes)
+    for out in outs:
+        out[tables.num_tokens :].zero_()
+    _forward_pieces(call, outs, 0, tables.num_near_pieces)
+    halo = receive()
+    _forward_pieces(call._replace(halo=halo), outs, tables.num_near_pieces, pieces)
+    return outs, halo
+
+
+def _forward_pieces(
+    call: ConvolutionCall, outs: tuple[torch.Tensor, ...], begin: int, end: int
+) -> None:
+    if begin == end:
+        return
+    tables, (x, stride) = call.tables, _rows(call.x)
+    for out, (first, size) in _of_parts(outs):
+        _forward_kernel[(end - begin, triton.cdiv(size, _FORWARD["BC"]))](
+            x,
+            *(call.halo, call.weight, call.bias, tables.taps, tables.pieces, out),
+            *(tables.num_tokens, tables.pieces.shape[1], begin, stride),
+            FIRST=first,
+            PART=size,
+            **_constants(call),
+            **_FORWARD,
+            num_warps=_WARPS,
+        )
 
 
 def backward_heads(
@@ -115,15 +129,12 @@ def _constants(call: ConvolutionCall) -> dict[str, int | bool]:
     return {"C": channels, "WIDTH": width, "SILU": call.silu, "HALO": call.tables.distributed}
 
 
-def _parts(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-    """First channel and size of each part."""
-    return [(sum(sizes[:at]), size) for at, size in enumerate(sizes)]
-
-
 def _of_parts(
-    douts: tuple[torch.Tensor, ...],
+    tensors: tuple[torch.Tensor, ...],
 ) -> list[tuple[torch.Tensor, tuple[int, int]]]:
-    return list(zip(douts, _parts(tuple(d.shape[1] for d in douts)), strict=True))
+    """Tensors with the first channel and size of the part that each is."""
+    sizes = [x.shape[1] for x in tensors]
+    return [(x, (sum(sizes[:at]), size)) for at, (x, size) in enumerate(zip(tensors, sizes))]
 
 
 def _add_late(
@@ -237,7 +248,7 @@ def _through_activation(grad, pre, SILU: tl.constexpr):
     return grad
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_pieces"])
+@triton.jit(do_not_specialize=["num_tokens", "num_pieces", "first_piece"])
 def _forward_kernel(
     x,
     halo,
@@ -248,6 +259,7 @@ def _forward_kernel(
     out,
     num_tokens,
     num_pieces,
+    first_piece,
     x_stride,
     FIRST: tl.constexpr,
     PART: tl.constexpr,
@@ -258,8 +270,9 @@ def _forward_kernel(
     BC: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    start = tl.load(pieces + tl.program_id(0))
-    end = tl.load(pieces + num_pieces + tl.program_id(0))
+    piece = first_piece + tl.program_id(0)
+    start = tl.load(pieces + piece)
+    end = tl.load(pieces + num_pieces + piece)
     o_c = FIRST + tl.program_id(1) * BC + tl.arange(0, BC)
     m_c = o_c < FIRST + PART
     factors, b_bias = _factors(weight, o_c, m_c, WIDTH), _bias(bias, o_c, m_c)

@@ -1,6 +1,6 @@
 """`tree_causal_conv1d`: the public causal convolution along tree paths, and its executor.
 
-forward    start halo exchange | wait | convolve
+forward    start halo exchange | convolve what needs none | wait | convolve the rest
 backward   gradients of what reads across runs' starts, of the halo | start halo return
            | gradients of x, weight and bias | wait, add what returned
 """
@@ -127,11 +127,11 @@ class _TreeConvolution(torch.autograd.Function):
         sizes: tuple[int, ...],
     ) -> tuple[torch.Tensor, ...]:
         real = x[: tables.num_tokens]
-        halo = x.new_zeros(0, x.shape[1])
-        if tables.exchange is not None:
-            halo = tables.exchange.start(real).wait()
-        call = ConvolutionCall(real, halo, weight.contiguous(), bias, tables, silu)
-        outs = kernel.forward(call, x.shape[0], sizes)
+        none = x.new_zeros(0, x.shape[1])
+        pending = None if tables.exchange is None else tables.exchange.start(real)
+        call = ConvolutionCall(real, none, weight.contiguous(), bias, tables, silu)
+        receive = (lambda: none) if pending is None else pending.wait
+        outs, halo = kernel.forward(call, x.shape[0], sizes, receive)
         ctx.save_for_backward(x, halo, weight, bias)
         ctx.tables, ctx.silu, ctx.kernel = tables, silu, kernel
         return tuple(pad(out, x.shape[0]) for out in outs)
