@@ -48,6 +48,9 @@ def training_metrics(
         "exposed_preparation_ms": spread([r["exposed_preparation_ms"] for r in steady]),
         "peak_memory_gib": spread([r["peak_memory_gib"] for r in steady]),
     }
+    for name in ("planning_cpu_ms", "predicted_ms", "island_rows"):  # older files have none
+        if all(name in r for r in steady):
+            metrics[name] = spread([r[name] for r in steady])
     if not compare:
         return metrics
     for name in ("loss", "grad_norm"):

@@ -26,6 +26,11 @@ class RowStatistics:
     trajectories: int
     visible_pairs: float
     """(query, key) pairs per attention layer, averaged over the model's layer classes."""
+    predicted_ms: float = 0.0
+    """The planner's time of the row on the slowest rank, all layers of a stage in both directions.
+    """
+    islands: bool = False
+    """Recurrent layers have a layout of their own."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,8 @@ def row_statistics(planned: PlannedRow) -> RowStatistics:
         logical_tokens=int(row.multiplicity.sum(dtype=np.int64)),
         trajectories=len(row.trajectories),
         visible_pairs=pairs / layers if layers else 0.0,
+        predicted_ms=planned.plan.predicted.total_ms,
+        islands=planned.plan.recurrent_layout != "main",
     )
 
 

@@ -37,6 +37,11 @@ class IterationRecord:
     stored_tokens: int
     logical_tokens: int
     visible_pairs: float
+    island_rows: int
+    """Rows whose recurrent layers had a layout of their own."""
+    predicted_ms: float
+    """The planner's time of the layers of a stage, summed over the rows of the replica with most.
+    """
     elapsed_ms: float
     exposed_preparation_ms: float
     """Longest time that any rank's training loop waited for a planned row."""
@@ -112,13 +117,16 @@ class IterationRecorder:
             sum(r.stored_tokens for r in self._rows),
             sum(r.logical_tokens for r in self._rows),
             pairs,
+            sum(r.islands for r in self._rows),
         ]
+        predicted = sum(r.predicted_ms for r in self._rows) / chunks
         loss_sum = sum((s.double() for s, _ in self._loss), torch.zeros((), dtype=torch.float64))
         count = sum((c.double() for _, c in self._loss), torch.zeros((), dtype=torch.float64))
         sums = torch.tensor([0.0, 0.0, *rows], dtype=torch.float64).to(device)
         sums[0], sums[1] = loss_sum, count
         peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
-        most = torch.tensor([preparation.waited_ms, peak], dtype=torch.float64, device=device)
+        extremes = [preparation.waited_ms, peak, predicted]
+        most = torch.tensor(extremes, dtype=torch.float64, device=device)
         planning = torch.zeros(self.nodes, dtype=torch.float64)
         planning[dist.get_rank() * self.nodes // dist.get_world_size()] = (
             preparation.planning_cpu_ms
@@ -127,7 +135,7 @@ class IterationRecorder:
         dist.all_reduce(sums, group=group)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         dist.all_reduce(planning)
-        longest_wait, peak = most.tolist()
+        longest_wait, peak, predicted = most.tolist()
         planning = planning.cpu()
         self._planning = planning if self._planning is None else self._planning + planning
         self._waited_ms += longest_wait
@@ -152,6 +160,8 @@ class IterationRecorder:
             stored_tokens=round(shared[2]),
             logical_tokens=round(shared[3]),
             visible_pairs=shared[4],
+            island_rows=round(shared[5]),
+            predicted_ms=predicted,
             elapsed_ms=elapsed,
             exposed_preparation_ms=longest_wait,
             planning_cpu_ms=float(planning.max()),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_tree_cp.bench.calibration.component import Sample
-from megatron_tree_cp.bench.calibration.fit import HELD_OUT, fit_component
+from megatron_tree_cp.bench.calibration.fit import fit_component
 from megatron_tree_cp.bench.calibration.recurrence import (
     DIRECT,
     INVERSE,
@@ -91,12 +91,12 @@ def test_noise_moves_costs_little():
         assert 0 < fit.held_out_error["median"] < 0.02 and fit.held_out_error["p95"] < 0.05
 
 
-def test_the_third_shape_is_held_out():
-    assert len(SHAPES) == len(QUICK_SHAPES) == HELD_OUT
+def test_the_last_shape_is_held_out():
+    assert len(SHAPES) == len(QUICK_SHAPES) == 4
     for component in components():
         labels = [case.label for case in component.cases()]
-        held = labels[HELD_OUT - 1 :: HELD_OUT]
-        assert all("16/64/128/128" in label for label in held) and len(held) == len(labels) // 3
+        held = labels[component.held_out - 1 :: component.held_out]
+        assert all("16/64/128/128" in label for label in held) and len(held) == len(labels) // 4
         assert not any("16/64/128/128" in label for label in set(labels) - set(held))
 
 

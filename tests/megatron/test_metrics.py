@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_tree_cp.megatron.batch import RowStatistics
 from megatron_tree_cp.megatron.metrics import IterationRecorder
 from megatron_tree_cp.megatron.stream import Preparation
 from tests.distributed import run_ranks
@@ -26,6 +27,20 @@ def _finish(recorder, rank, iteration):
         cp_size=1,
         device=torch.device("cpu"),
     )
+
+
+def _rows_of_one_iteration(rank, world_size):
+    recorder = IterationRecorder()
+    for number in range(2):
+        seen = RowStatistics(10, 20, 1, 5.0, predicted_ms=3.0 + rank, islands=number == 0)
+        recorder.add_row(seen)
+    record = _finish(recorder, rank, 1)
+    return record.rows, record.island_rows, record.predicted_ms
+
+
+def test_rows_add_up_and_the_longest_replica_counts():
+    for found in run_ranks(2, _rows_of_one_iteration, timeout=60):
+        assert found == (4, 2, 8.0)
 
 
 def _two_iterations(rank, world_size, nodes, folder):

@@ -66,6 +66,8 @@ class Component:
     ramps: Sequence[float] = field(default=())
     explain: Explain | None = None
     starts: Sequence[Mapping[str, float]] = field(default=({},))
+    held_out: int = 3
+    """Every sample of this many is held out of a fit."""
 
 
 class Stopwatch(Protocol):

@@ -14,9 +14,6 @@ from ...tree.errors import InputError
 from ..evidence import spread
 from .component import Component, Features, Sample, work_with_ramp
 
-HELD_OUT = 3
-"""Every sample of this many is held out of a fit."""
-
 ROUNDS = 12
 """At most so often a fit repeats whose features depend on its coefficients."""
 
@@ -47,13 +44,14 @@ class Fit:
 def fit_component(
     component: Component, samples: Sequence[Sample], known: Mapping[str, Any]
 ) -> tuple[Fit, dict[str, Any]]:
-    """Fit every candidate on two thirds of the samples; keep the best on the rest.
+    """Fit every candidate on the samples that are not held out; keep the best on the rest.
 
     Returns the fit and its fields of the profile, given those ``known`` so far. Raises InputError
     when there are too few samples to hold any out, or when no candidate makes sense.
     """
-    held = [s for i, s in enumerate(samples) if i % HELD_OUT == HELD_OUT - 1]
-    seen = [s for i, s in enumerate(samples) if i % HELD_OUT != HELD_OUT - 1]
+    every = component.held_out
+    held = [s for i, s in enumerate(samples) if i % every == every - 1]
+    seen = [s for i, s in enumerate(samples) if i % every != every - 1]
     if len(held) < 2:
         raise InputError(f"{component.name}: {len(samples)} samples are too few to hold some out")
     best: _Candidate | None = None

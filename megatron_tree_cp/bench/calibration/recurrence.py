@@ -5,7 +5,7 @@ longest run or for the chunks of all depends on the coefficients themselves. The
 sample are therefore the derivatives of that very price, at the costs found so far, and the fit
 repeats until they stand still.
 
-Three shapes take turns, so that the samples held out of every fit are those of the third: what is
+Four shapes take turns, so that the samples held out of every fit are those of the fourth: what is
 held out is a shape that no fit has seen.
 """
 
@@ -36,10 +36,11 @@ from .component import Call, Case, Component, Features, Sample
 from .recurrence_rows import GdnRow, chained_rows, local_rows
 from .samples import slab_layout
 
-SHAPES = ((16, 32, 128, 128), (32, 32, 64, 64), (16, 64, 128, 128))
-"""Key heads, value heads, key dim, value dim; the last is held out of every fit."""
+SHAPES = ((16, 32, 128, 128), (32, 32, 64, 64), (4, 8, 128, 128), (16, 64, 128, 128))
+"""Key heads, value heads, key dim, value dim; the last is held out of every fit. Few heads, as a
+rank has them under tensor parallelism, tell what a chunk waits for from what it moves."""
 
-QUICK_SHAPES = ((2, 4, 32, 32), (4, 4, 16, 16), (2, 8, 32, 32))
+QUICK_SHAPES = ((2, 4, 32, 32), (4, 4, 16, 16), (1, 2, 32, 32), (2, 8, 32, 32))
 
 CONV_TOKENS = (2_000, 6_000, 12_000, 20_000, 32_000, 48_000)
 
@@ -72,8 +73,16 @@ def recurrent_components(dtype: torch.dtype, scale: int, device: torch.device) -
     # A device that walks runs one after the other tells no rate of many side by side.
     sets = [LOCAL, tuple(name for name in LOCAL if name != "states")]
     return [
-        Component("gdn_conv", bench.convolutions, [conv], conv_fields),
-        Component("gdn", bench.layers, sets, layer_fields, (), bench.explain, _starts()),
+        Component("gdn_conv", bench.convolutions, [conv], conv_fields, held_out=len(SHAPES)),
+        Component(
+            "gdn",
+            bench.layers,
+            sets,
+            layer_fields,
+            explain=bench.explain,
+            starts=_starts(),
+            held_out=len(SHAPES),
+        ),
     ]
 
 
@@ -86,7 +95,16 @@ def chained_components(
     """
     bench = _Bench(dtype, scale, device, size, group)
     name = f"gdn_chained_cp{size}"
-    return [Component(name, bench.layers, [("compose",)], layer_fields, explain=bench.explain)]
+    return [
+        Component(
+            name,
+            bench.layers,
+            [("compose",)],
+            layer_fields,
+            explain=bench.explain,
+            held_out=len(SHAPES),
+        )
+    ]
 
 
 def conv_fields(
