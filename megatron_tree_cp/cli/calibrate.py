@@ -102,6 +102,8 @@ def run(args: argparse.Namespace) -> None:
         components += gdn
         if args.from_samples:
             samples = read_samples(args.from_samples)
+            if args.gdn and "gdn_pass" not in samples:
+                raise InputError(f"{args.from_samples}: no gdn_pass samples; measure with --gdn")
             for name in samples:
                 kind, _, cp_size = name.partition("_cp")
                 if kind == "exchange":

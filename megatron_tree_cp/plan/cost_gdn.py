@@ -5,7 +5,7 @@ the other exports; the exchange, beside the roots without exports; composition a
 below other ranks; outputs. Backward mirrors it and walks all states again first.
 
     pass    = sum over levels of launch + max(longest run's chunks * step, chunks / rate + forks)
-    summary = a pass over value and key columns: (Dv + Dk) / Dv of the same
+    summary = a pass over value and key columns: (Dv + Dk) / Dv of the same, by a factor
 
 A step is one chunk that waits for the one before it. Time of passes is therefore the *longest
 chain* of a rank where few runs walk side by side, and its tokens where many do. A fork is what a
@@ -74,8 +74,8 @@ class GdnRates:
     fork_ms: float
     """A run's state, read and left behind."""
 
-    widen: float
-    """Columns of a summary over those of a state."""
+    summary_factor: float
+    """Time of a pass for summaries, which have more columns, over one for states."""
 
     row_bytes: float
     """A token's row of the convolution."""
@@ -108,7 +108,7 @@ class GdnRates:
             step_ms=profile.gdn_step_ms,
             chunk_ms=traffic.chunk * dtype_bytes / profile.gdn_state_bytes_per_ms,
             fork_ms=profile.gdn_fork_passes * state_bytes / profile.memory_bytes_per_ms,
-            widen=(value_dim + key_dim) / value_dim,
+            summary_factor=profile.gdn_summary_factor * (value_dim + key_dim) / value_dim,
             row_bytes=row_bytes,
             state_bytes=state_bytes,
             transfer_bytes=4 * values * key_dim * key_dim,
@@ -148,7 +148,7 @@ class GdnRates:
         turn = profile.gdn_pass_backward_factor
         if loads.exchanges:
             forward = self._around(
-                forward + walk("early") + self.widen * walk("summary"),
+                forward + walk("early") + self.summary_factor * walk("summary"),
                 loads.forward,
                 beside=walk("rest"),
                 after=walk("late"),

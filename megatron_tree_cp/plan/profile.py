@@ -162,6 +162,9 @@ class CostProfile:
     gdn_pass_backward_factor: float = 1.3
     """Time of a pass over gradients of states over one over states."""
 
+    gdn_summary_factor: float = 1.0
+    """Time of a pass that summarises runs over one over states, for a column."""
+
     gdn_level_ms: float = 0.01
     """Fixed cost of one level of runs in a pass."""
 

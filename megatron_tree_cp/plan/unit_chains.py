@@ -236,7 +236,7 @@ def chains_ms(tokens: Array, loads: ChainLoads, costs: CostModel) -> WindowCost:
         moved = latency + loads.sent * rates.state_bytes / rate
         # Every rank waits for the slowest path before the exchange, there and back.
         ready, late = rates.step_ms * loads.ready, rates.step_ms * loads.late
-        twice = rates.step_ms * rates.widen * loads.open
+        twice = rates.step_ms * rates.summary_factor * loads.open
         there = max(ready.max(), twice.max()) + moved + late + extra
         returned = np.maximum(ready, rates.step_ms * loads.open)
         back_again = moved + turn * (late.max() + returned) + extra

@@ -36,6 +36,7 @@ TRUTH = {
     "gdn_state_bytes_per_ms": 2e9,
     "gdn_fork_passes": 3.0,
     "gdn_pass_backward_factor": 1.6,
+    "gdn_summary_factor": 1.4,
     "gdn_level_ms": 0.008,
     "gdn_layer_ms": 0.09,
     "gdn_compose_ms": 0.03,
@@ -79,7 +80,7 @@ def test_recovers_known_costs(changes):
     found, fits = fitted(0.0, **changes)
     for name, value in {**TRUTH, **changes}.items():
         assert found[name] == pytest.approx(value, rel=1e-4), name
-    assert list(fits) == ["gdn_conv", "gdn", "gdn_chained_cp2"]
+    assert list(fits) == ["gdn_conv", "gdn_pass", "gdn", "gdn_chained_cp2"]
     assert max(fit.held_out_error["worst"] for fit in fits.values()) < 1e-6
 
 
@@ -102,7 +103,7 @@ def test_the_last_shape_is_held_out():
 
 def test_a_shape_with_costs_of_its_own_shows_as_held_out_error():
     component = components()[1]
-    known = {**BASE, "gdn_conv_passes": 3.0, "gdn_conv_backward_factor": 2.0}
+    known = dict(BASE)
     samples = timed(component, 0.0)
     slow = [
         replace(s, ms=2 * s.ms, scale=2 * s.ms) if "16/64/128/128" in s.label else s

@@ -101,7 +101,9 @@ def test_rates_follow_head_and_state_sizes():
     assert wide.step_ms == base.step_ms
     assert base.state_bytes == base.transfer_bytes == 2 * 2**20
     narrow = rates(head_dim=64, value_dim=128)
-    assert narrow.step_ms == base.step_ms and narrow.widen == 1.5 and base.widen == 2
+    assert (
+        narrow.step_ms == base.step_ms and narrow.summary_factor == 1.5 and base.summary_factor == 2
+    )
     assert narrow.transfer_bytes == narrow.state_bytes / 2 == base.state_bytes / 4
     assert base.row_bytes == 2 * (2 * 16 * 128 + 32 * 128)
 

@@ -33,6 +33,7 @@ from ...tree.packed_tree import PackedTree
 from ..gdn_layer import GdnShape, draw_inputs, layer, tree_operators
 from .coefficients import needed_cost
 from .component import Call, Case, Component, Features, Sample
+from .recurrence_passes import KINDS, pass_call, pass_price
 from .recurrence_rows import GdnRow, chained_rows, local_rows
 from .samples import slab_layout
 
@@ -52,11 +53,13 @@ DIRECT = {
     "levels": "gdn_level_ms",
     "token_back": "gdn_token_backward_factor",
     "turn": "gdn_pass_backward_factor",
+    "summary": "gdn_summary_factor",
     "compose": "gdn_compose_ms",
 }
 """Fields of the profile by the feature that they are the cost of, or one over it."""
 
-LOCAL = ("layer", "tokens", "step", "states", "forks", "levels", "token_back", "turn")
+PASSES = ("step", "states", "forks", "levels", "turn", "summary")
+LAYER = ("layer", "tokens", "token_back")
 BUMP = 1e-5
 """Relative step of a derivative."""
 
@@ -71,16 +74,24 @@ def recurrent_components(dtype: torch.dtype, scale: int, device: torch.device) -
     bench.check()
     conv = ("launch", "bytes", "back_launch", "back_bytes")
     # A device that walks runs one after the other tells no rate of many side by side.
-    sets = [LOCAL, tuple(name for name in LOCAL if name != "states")]
+    sets = [PASSES, tuple(name for name in PASSES if name != "states")]
     return [
         Component("gdn_conv", bench.convolutions, [conv], conv_fields, held_out=len(SHAPES)),
         Component(
-            "gdn",
-            bench.layers,
+            "gdn_pass",
+            bench.passes,
             sets,
             layer_fields,
-            explain=bench.explain,
+            explain=bench.explain_pass,
             starts=_starts(),
+            held_out=len(SHAPES),
+        ),
+        Component(
+            "gdn",
+            bench.layers,
+            [LAYER],
+            layer_fields,
+            explain=bench.explain,
             held_out=len(SHAPES),
         ),
     ]
@@ -164,6 +175,10 @@ def _starts() -> list[dict[str, float]]:
     return [{"gdn_step_ms": usual * factor} for factor in (1, 0.2, 5, 25)]
 
 
+def _unknown(sample: Sample) -> InputError:
+    return InputError(f"{sample.label}: no sample of this release and these options; measure again")
+
+
 @dataclass(frozen=True)
 class _Bench:
     """Cases on the ranks of one group."""
@@ -219,6 +234,33 @@ class _Bench:
     def _label(self, row: GdnRow, shape: GdnShape, backward: bool) -> str:
         return f"{row.name}, {shape.name}, {'backward' if backward else 'forward'}"
 
+    def passes(self) -> Iterator[Case]:
+        """Passes over states by themselves: shapes in turn, every kind."""
+        for number, (row, _) in enumerate(self.rows):
+            for kind in KINDS:
+                for index, shape in enumerate(self.shapes):
+                    where = {"row": float(number), "shape": float(index)}
+                    yield Case(
+                        f"{row.name}, {shape.name}, {kind}",
+                        {**where, "kind": float(KINDS.index(kind))},
+                        partial(self._pass, row, shape, kind),
+                    )
+
+    def _pass(self, row: GdnRow, shape: GdnShape, kind: str) -> Call:
+        return pass_call(self._context(row.tree, shape, self._layout(row)), shape, kind)
+
+    def explain_pass(
+        self, sample: Sample, names: Sequence[str], costs: Mapping[str, Any]
+    ) -> Features:
+        """`explain` of a pass's sample."""
+        number, index, kind = (int(sample.features[n]) for n in ("row", "shape", "kind"))
+        if number < len(self.rows) and index < len(self.shapes) and kind < len(KINDS):
+            (row, loads), shape = self.rows[number], self.shapes[index]
+            if sample.label == f"{row.name}, {shape.name}, {KINDS[kind]}":
+                price = partial(pass_price, shape, loads, KINDS[kind])
+                return derivatives(price, names, CostProfile(**costs))
+        raise _unknown(sample)
+
     def explain(self, sample: Sample, names: Sequence[str], costs: Mapping[str, Any]) -> Features:
         """Derivatives of a sample's price at ``costs``. Raises InputError for unknown samples."""
         number, index, backward = (int(sample.features[n]) for n in ("row", "shape", "backward"))
@@ -227,9 +269,7 @@ class _Bench:
             if sample.label == self._label(row, shape, bool(backward)):
                 price = partial(layer_price, shape, loads, bool(backward))
                 return derivatives(price, names, CostProfile(**costs))
-        raise InputError(
-            f"{sample.label}: no sample of this release and these options; measure again"
-        )
+        raise _unknown(sample)
 
     def _context(self, tree: PackedTree, shape: GdnShape, layout: Layout) -> TreeContext:
         plan = plan_row(tree, self.cp_size, shape.model(), layout=layout)
