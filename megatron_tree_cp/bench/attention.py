@@ -27,6 +27,7 @@ from ..plan.model import LayerClass, ModelShape
 from ..plan.planner import plan_row
 from ..plan.row_plan import RowPlan
 from ..tree.packed_tree import PackedTree
+from .kernel_times import KernelTime, kernel_times
 from .silence import without_exchanges
 from .timing import Clock
 
@@ -233,6 +234,12 @@ class AttentionBench:
         ]
         half = 1.96 * statistics.stdev(differences) / trials**0.5
         return statistics.mean(differences), half
+
+    def kernels(self, tree: PackedTree) -> list[KernelTime]:
+        """Kernels of one call forward and backward, on this rank."""
+        context = self._context(tree)
+        inputs = self._inputs(context.num_tokens, None)
+        return kernel_times(lambda: self._run(context, inputs), self.device)
 
     def _context(self, tree: PackedTree) -> TreeContext:
         plan = plan_row(tree, self.cp, self.shape.model(), waves=self.waves)

@@ -39,6 +39,7 @@ from .gdn_layer import (
     results,
     tree_operators,
 )
+from .kernel_times import KernelTime, kernel_times
 from .presets import preset_tree
 from .timing import Clock
 
@@ -189,6 +190,15 @@ class GdnBench:
             metadata_ms=metadata_ms,
             peak_gib=peak,
             compilations=int(new),
+        )
+
+    def kernels(self, tree: PackedTree) -> list[KernelTime]:
+        """Kernels of one call of the layer forward and backward, on this rank."""
+        context = TreeContext(plan_row(tree, self.cp, self.shape.model()), self.group, self.device)
+        inputs = draw_inputs(self.shape, context.num_tokens, self.device)
+        forward, leaves, grad = self._parts(context, inputs)["layer"]
+        return kernel_times(
+            lambda: torch.autograd.grad(forward(*leaves), leaves, grad), self.device
         )
 
     def _parts(self, context: TreeContext, inputs: LayerInputs) -> dict[str, tuple[Any, ...]]:

@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> None:
     from ..bench.attention import AttentionBench, Shape, dense_causal_tflops
     from ..bench.compilations import compilations
     from ..bench.evidence import Evidence, write_evidence
+    from ..bench.kernel_times import kernel_lines
     from ..bench.presets import preset_tree
     from ..bench.timing import Clock, summarise_rows
     from ..comm.transport import PeerTransport
@@ -107,6 +108,10 @@ def run(args: argparse.Namespace) -> None:
                             **identity(args, here.device, ("flash-attn-4", "nvidia-cutlass-dsl")),
                         )
                     )
+                    if args.kernels:
+                        tree = preset_tree(preset, cp, args.warmup, args.tokens)
+                        for line in kernel_lines(bench.kernels(tree), args.kernels):
+                            here.say(f"{preset} CP{cp}: {line}")
                     if here.rank == 0 and args.evidence:  # what is measured stays measured
                         write_evidence(args.evidence, evidence)
                 if here.world > 1:

@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> None:
     from ..bench.gdn import GdnBench
     from ..bench.gdn_baselines import fla_kernels
     from ..bench.gdn_layer import GdnShape
+    from ..bench.kernel_times import kernel_lines
+    from ..bench.presets import preset_tree
 
     dtype = getattr(torch, args.dtype)
     shape = GdnShape(*gdn_heads(args.gdn_heads), args.conv_width, dtype, args.impl)
@@ -87,6 +89,10 @@ def run(args: argparse.Namespace) -> None:
                     bench = GdnBench(shape, group, here.device, say, args.bandwidth, args.pause)
                     evidence.append(_record(args, bench, preset))
                     keep()
+                    if args.kernels:
+                        tree = preset_tree(preset, cp, args.warmup, args.tokens)
+                        for line in kernel_lines(bench.kernels(tree), args.kernels):
+                            say(line)
                     if args.baselines:
                         evidence[-1].metrics.update(_baselines(args, bench, evidence[-1]))
                         keep()

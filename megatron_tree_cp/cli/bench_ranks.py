@@ -33,6 +33,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         help="before each timed call: keeps a device below its power limit, as 50 does an H200",
     )
+    add("--kernels", type=int, default=0, metavar="N", help="print the N longest kernels of a row")
     add("--tokens", type=int, metavar="N", help="tokens a row, instead of the preset's")
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--commit", default="unknown", metavar="HASH", help="recorded in the evidence")
