@@ -18,7 +18,9 @@ class SilentExchange(RangeExchange):
     def __init__(self, exchange: RangeExchange) -> None:
         vars(self).update(vars(exchange))
 
-    def start(self, *tensors: torch.Tensor) -> PendingExchange:
+    def start(
+        self, *tensors: torch.Tensor, after: torch.cuda.Event | None = None
+    ) -> PendingExchange:
         """A buffer as the exchange would receive it."""
         return PendingExchange(_buffer(tensors, self.num_rows), None)
 

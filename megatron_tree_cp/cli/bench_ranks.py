@@ -75,8 +75,12 @@ def ranks(args: argparse.Namespace) -> Iterator[Ranks]:
             "nccl" if args.device == "cuda" else "gloo",
             device_id=device if args.device == "cuda" else None,
         )
+    options = None
+    if args.device == "cuda" and world > 1:  # as in training: see megatron/validation.py
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     groups = {
-        cp: dist.new_group(list(range(cp))) if cp > 1 else None for cp in sorted(set(args.cp))
+        cp: dist.new_group(list(range(cp)), pg_options=options) if cp > 1 else None
+        for cp in sorted(set(args.cp))
     }
     yield Ranks(device, world, rank, groups)
     if world > 1:

@@ -114,11 +114,22 @@ class RangeExchange:
             None if identity else range_indices(plan.recv_starts, plan.recv_lengths, device)
         )
 
-    def start(self, *tensors: torch.Tensor) -> PendingExchange:
+    def mark(self) -> torch.cuda.Event | None:
+        """This point of the current stream, for `start` to begin behind; None on CPU."""
+        if self.stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def start(
+        self, *tensors: torch.Tensor, after: torch.cuda.Event | None = None
+    ) -> PendingExchange:
         """Gather the planned rows of `tensors` [rows, ...] and send them.
 
         Several tensors travel side by side in one buffer of flattened columns. Returns the pending
-        buffer: [num_rows, ...] for one tensor, [num_rows, sum of W] for several.
+        buffer: [num_rows, ...] for one tensor, [num_rows, sum of W] for several. Begins behind the
+        work of the current stream so far, or behind ``after``, a mark where the tensors were ready.
         """
         self._check(tensors)
 
@@ -129,7 +140,7 @@ class RangeExchange:
             buffer = received.new_zeros((self.num_rows, *received.shape[1:]))
             return buffer.index_copy_(0, self.placement, received)
 
-        return self._launch(gather, tensors)
+        return self._launch(gather, tensors, after)
 
     def start_transposed(self, *grads: torch.Tensor) -> PendingExchange:
         """Send gradients of received rows [num_rows, ...] back: pending [num_send, ...].
@@ -192,12 +203,17 @@ class RangeExchange:
         self,
         work: Callable[[], torch.Tensor],
         inputs: tuple[torch.Tensor, ...],
-        after_current: bool = True,
+        after: torch.cuda.Event | None = None,
     ) -> PendingExchange:
-        """Run `work` on the side stream, behind the current stream's work where it reads that."""
+        """Run `work` on the side stream, behind ``after`` or all that the current stream has.
+
+        Without inputs it reads nothing of the current stream and waits for nothing there.
+        """
         if self.stream is None:
             return PendingExchange(work(), None)
-        if after_current:
+        if after is not None:
+            self.stream.wait_event(after)
+        elif inputs:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             buffer = work()

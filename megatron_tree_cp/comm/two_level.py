@@ -80,7 +80,7 @@ class TwoLevelRangeExchange(RangeExchange):
         self.num_recv = self.num_rows = plan.num_recv
         self.arrival = range_indices(plan.arrival_starts, plan.arrival_lengths, device)
 
-    def start(self, *tensors: torch.Tensor) -> PendingHops:
+    def start(self, *tensors: torch.Tensor, after: torch.cuda.Event | None = None) -> PendingHops:
         """As `RangeExchange.start`; of the two hops only the first is launched."""
         self._check(tensors)
 
@@ -90,7 +90,7 @@ class TwoLevelRangeExchange(RangeExchange):
             self._hop(self, send, arrived[: self.num_relayed])
             return arrived
 
-        first = self._launch(to_relays, tensors)
+        first = self._launch(to_relays, tensors, after)
         arrived = first.buffer
 
         def to_readers() -> torch.Tensor:
@@ -134,7 +134,7 @@ class TwoLevelRangeExchange(RangeExchange):
     def _then(self, first: PendingExchange, work: Callable[[], torch.Tensor]) -> PendingHops:
         def second() -> PendingExchange:
             # It reads what the side stream wrote, and nothing of the current one.
-            return self._launch(work, (), after_current=False)
+            return self._launch(work, ())
 
         return PendingHops(first.buffer, first.event, second)
 

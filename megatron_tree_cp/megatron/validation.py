@@ -165,6 +165,10 @@ def _settle(args: Namespace) -> dict[str, Any]:
         wanted["tree_attention_impl"] = "repeatable"
     if args.tree_shuffle_seed is None:
         wanted["tree_shuffle_seed"] = args.seed
+    groups = args.high_priority_stream_groups or []
+    if args.context_parallel_size > 1 and args.distributed_backend == "nccl" and "cp" not in groups:
+        # An exchange launched behind the attention call that hides it would start at its end.
+        wanted["high_priority_stream_groups"] = [*groups, "cp"]
     changed = {name: value for name, value in wanted.items() if getattr(args, name) != value}
     for name, value in changed.items():
         setattr(args, name, value)

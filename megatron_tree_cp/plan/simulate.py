@@ -362,22 +362,28 @@ class _Layer:
         """A function of a wave, and of the begin [.., cp] of the step before its own, that gives
         the time [.., 1] at which the wave has arrived. To be called wave by wave.
 
-        First hops are all issued at ``start``, a second one when the step before the wave's has.
+        The first wave's first hop is issued at ``start``; a second hop, and behind it the first one
+        of the wave that follows, when the step before the wave's has begun.
         """
-        first, clock = [], start
-        for w in range(self.num_waves):
-            begin, clock = clock, clock + self.first[..., min(w, self.entries - 1), None]
-            self.note("forward", "exchange", w, begin, clock)
-            first.append(clock)
+        clock = start
 
-        def arrive(w: int, begun: Array) -> Array:
+        def hop(w: int, at: Array, ms: Array) -> Array:
             nonlocal clock
-            if self.second is None or self.loads.hops is None or not self.loads.hops.two_level[w]:
-                return first[w]
-            begin = np.maximum(clock, begun.max(-1, keepdims=True))
-            clock = begin + self.second[..., w, None]
+            begin = np.maximum(clock, at)
+            clock = begin + ms[..., min(w, self.entries - 1), None]
             self.note("forward", "exchange", w, begin, clock)
             return clock
+
+        first = [hop(0, start, self.first)] if self.num_waves else []
+
+        def arrive(w: int, begun: Array) -> Array:
+            at, arrived = begun.max(-1, keepdims=True), first[w]
+            hops = self.loads.hops
+            if self.second is not None and hops is not None and hops.two_level[w]:
+                arrived = hop(w, at, self.second)
+            if w + 1 < self.num_waves:
+                first.append(hop(w + 1, at, self.first))
+            return arrived
 
         return arrive
 

@@ -47,6 +47,26 @@ def test_defaults_pass_and_are_settled(capsys):
 
 
 @pytest.mark.parametrize(
+    ("argv", "groups"),
+    [
+        (("--context-parallel-size", "2"), ["cp"]),
+        (
+            ("--context-parallel-size", "2", "--high-priority-stream-groups", "dp_cp"),
+            ["dp_cp", "cp"],
+        ),
+        (("--context-parallel-size", "2", "--distributed-backend", "gloo"), []),
+        ((), []),
+    ],
+)
+def test_exchanges_go_before_the_calls_that_hide_them(argv, groups):
+    args = parse(*argv)
+    prepare_tree_args(args)
+    args.variable_seq_lengths = True  # set by Megatron's validate_args
+    validate_tree_args(args)
+    assert list(args.high_priority_stream_groups) == groups
+
+
+@pytest.mark.parametrize(
     "argv",
     [
         ("--hybrid-layer-pattern", "G*"),

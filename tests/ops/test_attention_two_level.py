@@ -143,7 +143,7 @@ def _record(rank, world_size, cases_of, every):
 def test_second_hops_are_launched_behind_the_stage_that_hides_them():
     case = replace(SHARED, waves=2, impl="tiled")
     logs = [log for log, _ in run_ranks(4, _record, [case], 1, timeout=60)]
-    forward = ["relay", "relay", "stage", "node", "stage", "node", "stage"]
+    forward = ["relay", "stage", "node", "relay", "stage", "node", "stage"]
     backward = ["stage", "back node", "stage", "back relay", "back node", "stage", "back relay"]
     assert logs == [forward + backward] * 4
 

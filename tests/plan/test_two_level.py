@@ -207,7 +207,8 @@ def test_slow_link_between_two_nodes_of_two_ranks_by_hand():
 
 
 def test_second_hops_follow_the_executors_order():
-    """Two waves, both of two hops: first hops at once, a second hop behind the stage before it."""
+    """Two waves, both of two hops: a second hop behind the call before its stage, the next wave's
+    first hop behind it."""
     moved = np.zeros((2, 2, 2, 2, 4))
     moved[:, 0, :, 1, 0] = 3  # 2 bytes a row at 1 a ms: 1.5 + 6 ms
     moved[:, 1, :, 0, 0] = 4  # at 8 a ms: 0.5 + 1 ms
@@ -223,13 +224,13 @@ def test_second_hops_follow_the_executors_order():
     forward, backward = layer_ms(
         work, rates, False, False, lambda d, kind, w, b, e: seen.append((d, kind, w, b, e))
     )
-    # First hops end at 7.5 and 15, the second of wave 0 at 16.5; own keys till 20, wave 0 till 30.
+    # Wave 0's hops end at 7.5 and 9, wave 1's first at 16.5; own keys till 20, wave 0 till 30.
     # The second hop of wave 1 starts with wave 0's stage, at 20, and is there long before 30.
     assert forward == pytest.approx([1, 1, 1, 35])
     exchanges = [(w, b, e) for d, kind, w, b, e in seen if (d, kind) == ("forward", "exchange")]
-    assert [w for w, _, _ in exchanges] == [0, 1, 0, 1]
+    assert [w for w, _, _ in exchanges] == [0, 0, 1, 1]
     spans = [(np.max(begin), np.max(end)) for _, begin, end in exchanges]
-    assert np.array(spans) == pytest.approx(np.array([(0, 7.5), (7.5, 15), (15, 16.5), (20, 21.5)]))
+    assert np.array(spans) == pytest.approx(np.array([(0, 7.5), (7.5, 9), (9, 16.5), (20, 21.5)]))
     # Backward: stages till 25 and 37.5, then own keys till 87.5; returns of 9 ms end long before.
     assert backward[3] == pytest.approx(2.5 * 35)
 

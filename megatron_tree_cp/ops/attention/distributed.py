@@ -1,12 +1,14 @@
 """Distributed tree attention: exchanges, stages, merge and sink around a local kernel.
 
 Q and O stay with their owner; KV rows come to the queries, K and V side by side in one buffer.
-Forward starts every wave's exchange, runs the local stage, then merges the waves in order. Backward
-takes the remote stages first, sends each wave's dK and dV back while the next stage computes, runs
-the local stage last, and adds the returned rows wave by wave in fp32 at the owner. Every rank calls
-the same exchanges in the same order, with or without work of its own.
+Forward starts the first wave's exchange, runs the local stage, then merges the waves in order; each
+exchange starts one call ahead of its own, since with one hardware queue
+(CUDA_DEVICE_MAX_CONNECTIONS=1) whatever is launched behind a waiting exchange waits as well.
+Backward takes the remote stages first, sends each wave's dK and dV back while the next stage
+computes, runs the local stage last, and adds the returned rows wave by wave in fp32 at the owner.
+Every rank calls the same exchanges in the same order, with or without work of its own.
 
-    rank r forward    start X_0 .. X_{W-1} | local | wait X_0, stage 0, merge | .. | sink
+    rank r forward    start X_0 | local | start X_1, wait X_0, stage 0, merge | start X_2 .. | sink
     rank r backward   stage 0, start R_0 | stage 1, start R_1 | .. | local | wait and add R_0 ..
 
 A fused direction has one exchange and makes one call over [received; own] keys. The other direction
@@ -91,8 +93,9 @@ def forward_stages(
     Returns out [n, Hq, Dv] in the dtype that the kernel gives, lse [n, Hq] (fp32, fp64 for fp64)
     and the received KV buffers [num_recv, Hkv * (D + Dv)], one per exchange.
     """
-    pending = [exchange.start(k, v) for exchange in stages.exchanges]
-    calls = stages.forward
+    exchanges, calls = stages.exchanges, stages.forward
+    ready = exchanges[0].mark() if len(exchanges) > 1 else None
+    pending = [exchange.start(k, v) for exchange in exchanges[:1]]
     if calls.fused:
         buffers = [p.wait() for p in pending]
         keys, values = _with_local(buffers[0], k, v)
@@ -100,8 +103,11 @@ def forward_stages(
         return out, lse, buffers
     out, lse = _first_stage(q, k, v, calls.local, kernel, scale)
     buffers = []
-    for stage, wave in zip(calls.remote, pending, strict=True):
-        buffer = wave.wait()
+    for wave, stage in enumerate(calls.remote):
+        # Behind the call that overlaps them, and before the one that waits for this wave.
+        pending[wave].proceed()
+        pending += [e.start(k, v, after=ready) for e in exchanges[wave + 1 : wave + 2]]
+        buffer = pending[wave].wait()
         buffers.append(buffer)
         if not stage.empty:
             keys, values = _split(buffer, k, v)
