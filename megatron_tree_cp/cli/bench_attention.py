@@ -10,6 +10,7 @@ from rich.table import Table
 
 from ..tree.errors import InputError
 from .bench_ranks import add_common_arguments, command, identity, ranks
+from .heads import attention_heads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,14 +41,10 @@ def run(args: argparse.Namespace) -> None:
     from ..bench.timing import Clock, summarise_rows
     from ..comm.transport import PeerTransport
 
-    try:
-        query_heads, kv_heads, head_dim = (int(part) for part in args.heads.split("/"))
-    except ValueError:
-        raise InputError(f"--heads {args.heads}: write it as Q/KV/D, like 32/4/128") from None
     if args.exchange == "peer" and args.device == "cpu":
         raise InputError("--exchange peer copies between GPUs: give --device cuda")
     dtype = getattr(torch, args.dtype)
-    shape = Shape(query_heads, kv_heads, head_dim, dtype, args.impl, args.window, args.sink)
+    shape = Shape(*attention_heads(args.heads), dtype, args.impl, args.window, args.sink)
     with ranks(args) as here:
         limits = {
             cp: dense_causal_tflops(shape, Clock(group, here.device, args.pause))

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from ..tree.errors import InputError
 from .bench_ranks import Ranks, add_common_arguments, command, identity, ranks
+from .heads import gdn_heads
 
 if TYPE_CHECKING:
     from ..bench.evidence import Evidence
@@ -47,15 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TB/s",
         help="of the device's memory, for the byte bound (default: an H200's)",
     )
-
-
-def gdn_heads(text: str) -> tuple[int, int, int, int]:
-    """Key heads, value heads, key dim and value dim of ``K/V/DK/DV``."""
-    try:
-        keys, values, key_dim, value_dim = (int(part) for part in text.split("/"))
-    except ValueError:
-        raise InputError(f"--gdn-heads {text}: write it as K/V/DK/DV, like 16/32/128/128") from None
-    return keys, values, key_dim, value_dim
 
 
 def run(args: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from ..tree.errors import InputError
 from ..tree.row_files import write_atomically
 from .bench_ranks import identity, ranks
+from .heads import attention_heads
 
 QUICK_SCALE = 16
 """Divides the lengths of all measured rows under --quick."""
@@ -47,15 +48,6 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hardware", metavar="TEXT", help="recorded; default: the device's name")
 
 
-def head_counts(text: str) -> tuple[int, int, int]:
-    """Query heads, KV heads and head dim of ``Q/KV/D``."""
-    try:
-        query_heads, kv_heads, head_dim = (int(part) for part in text.split("/"))
-    except ValueError:
-        raise InputError(f"--heads {text}: write it as Q/KV/D, like 32/4/128") from None
-    return query_heads, kv_heads, head_dim
-
-
 def run(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
@@ -81,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
     scale = QUICK_SCALE if args.quick else 1
     dtype = getattr(torch, args.dtype)
     sizes = (args.hidden_size, args.ffn_size, scale)
-    work = Workload(*head_counts(args.heads), dtype, args.impl, *sizes)
+    work = Workload(*attention_heads(args.heads), dtype, args.impl, *sizes)
     with ranks(args) as here:
         components = device_components(work, here.device)
         gdn = recurrent_components(dtype, scale, here.device) if args.gdn else []

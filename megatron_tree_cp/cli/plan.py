@@ -11,12 +11,19 @@ from rich.console import Console
 from rich.table import Table
 
 from ..plan.row_plan import RowPlan
-from .row_source import RowPlanner, add_plan_arguments, add_row_arguments, named_rows
+from .row_source import (
+    RowPlanner,
+    add_plan_arguments,
+    add_recurrent_arguments,
+    add_row_arguments,
+    named_rows,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_row_arguments(parser)
     add_plan_arguments(parser)
+    add_recurrent_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a row, a line each")
 
 
@@ -53,6 +60,7 @@ def plan_record(name: str, plan: RowPlan, planning_ms: float, profile: str) -> d
             "backward_ms": float(predicted.backward_ms.max()),
             "imbalance": predicted.imbalance,
             "peak_bytes": float(predicted.peak_bytes.max()),
+            "chained_runs": predicted.chained_runs,
         },
         "ranks": [
             {
@@ -73,6 +81,9 @@ def plan_record(name: str, plan: RowPlan, planning_ms: float, profile: str) -> d
                 "granule": layout.granule,
                 "ranges": [part.tolist() for part in layout.ranges],
             },
+            "recurrent_layout": [
+                part.tolist() for part in plan.layouts[plan.recurrent_layout].ranges
+            ],
             "attention": {
                 name: {
                     "window": part.window,
@@ -93,6 +104,9 @@ def plan_table(name: str, plan: RowPlan, planning_ms: float) -> Table:
     """One row's plan, a line a rank. Times are the cost model's."""
     layout, predicted = plan.layouts["main"], plan.predicted
     waves = "; ".join(f"{name}: {part.describe()}" for name, part in plan.attention.items())
+    if plan.model.recurrent_classes:
+        own = "" if plan.recurrent_layout == "main" else ", in a layout of their own"
+        waves += f"; recurrent: {predicted.chained_runs} runs chained{own}"
     table = Table(
         box=box.SIMPLE_HEAD,
         title=f"{name}: {plan.tree.num_tokens:,} tokens, {waves}",

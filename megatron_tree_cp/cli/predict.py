@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..tree.errors import InputError
-from .bench_gdn import gdn_heads
 from .bench_ranks import identity, ranks
-from .calibrate import PACKAGES, add_device_arguments, head_counts
+from .calibrate import PACKAGES, add_device_arguments
+from .heads import attention_heads, gdn_heads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     dtype, gdn = getattr(torch, args.dtype), args.operator == "gdn"
     if gdn and args.window is not None:
         raise InputError("--window is of attention: leave it out with --operator gdn")
-    shape = Shape(*head_counts(args.heads), dtype, args.impl, args.window)
+    shape = Shape(*attention_heads(args.heads), dtype, args.impl, args.window)
     recurrent = GdnShape(*gdn_heads(args.gdn_heads), dtype=dtype, impl=args.impl)
     evidence: list[Evidence] = []
     with ranks(args) as here:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..bench.presets import MEASURED_ROWS, PRESETS
+from ..plan.islands import plan_row_with_islands
 from ..plan.model import LayerClass, ModelShape
 from ..plan.planner import plan_row
 from ..plan.profile import load_profile
@@ -17,6 +18,7 @@ from ..tree.errors import InputError
 from ..tree.packed_tree import PackedTree
 from ..tree.packing import PackedRow
 from ..tree.row_files import load_rows
+from .heads import attention_heads, gdn_heads
 from .rollouts import add_rollout_arguments, pack_rollouts
 
 
@@ -51,6 +53,20 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--token-flops", type=float, metavar="X", help="of that work; 0 plans attention alone")
     add("--device", default="H200", metavar="NAME", help="plan for this device's shipped costs")
     add("--profile", metavar="FILE", help="cost profile (JSON) in their place")
+
+
+def add_recurrent_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gated DeltaNet layers of the model that is planned for."""
+    add = parser.add_argument
+    add("--gdn-layers", type=int, default=0, metavar="N", help="Gated DeltaNet layers beside")
+    add("--gdn-heads", default="16/32/128/128", metavar="K/V/DK/DV", help="their heads and dims")
+    add(
+        "--islands",
+        type=int,
+        default=0,
+        metavar="N",
+        help="runs of them without attention between: weigh a second layout for these",
+    )
 
 
 def named_rows(args: argparse.Namespace) -> Iterator[NamedRow]:
@@ -96,26 +112,49 @@ class RowPlanner:
         self.model = _model(args)
         self.profile = load_profile(args.profile) if args.profile else profile_for(args.device)[0]
         self._parallel = {"tp_size": args.tp_size, "waves": args.waves}
-        self._cp_size = args.cp_size
+        self._cp_size, self._islands = args.cp_size, getattr(args, "islands", 0)
         # The planner lives in long-lived workers: what numpy loads at first use is no planning.
         plan_row(PackedTree([300, 200, 100], [-1, 0, 0]), 2)
 
     def plan(self, row: NamedRow) -> tuple[RowPlan, float]:
         """The plan of a row, and the wall ms from its tree to the plan and its digest."""
         begin = time.perf_counter()
-        plan = plan_row(row.tree, self._cp_size, self.model, self.profile, **self._parallel)
+        if self._islands:
+            where = (self._cp_size, self._islands, self.model, self.profile)
+            try:
+                plan = plan_row_with_islands(row.tree, *where, **self._parallel)
+            except ValueError as error:
+                raise InputError(f"--islands {self._islands}: {error}") from error
+        else:
+            plan = plan_row(row.tree, self._cp_size, self.model, self.profile, **self._parallel)
         _ = plan.digest  # a plan without one cannot be used
         return plan, (time.perf_counter() - begin) * 1e3
 
 
+def _recurrent(args: argparse.Namespace) -> tuple[LayerClass, ...]:
+    layers = getattr(args, "gdn_layers", 0)
+    if not layers:
+        return ()
+    key_heads, value_heads, key_dim, value_dim = gdn_heads(args.gdn_heads)
+    return (
+        LayerClass(
+            "gdn",
+            kind="gdn",
+            layers=layers,
+            query_heads=key_heads,
+            kv_heads=value_heads,
+            head_dim=key_dim,
+            value_dim=value_dim,
+        ),
+    )
+
+
 def _model(args: argparse.Namespace) -> ModelShape:
-    try:
-        query_heads, kv_heads, head_dim = (int(part) for part in args.heads.split("/"))
-    except ValueError:
-        raise InputError(f"--heads {args.heads}: write it as Q/KV/D, like 32/4/128") from None
+    query_heads, kv_heads, head_dim = attention_heads(args.heads)
     windows = dict.fromkeys([None, *args.windows])
     return ModelShape(
-        classes=tuple(
+        classes=_recurrent(args)
+        + tuple(
             LayerClass(
                 "global" if window is None else f"w{window}",
                 window=window,

@@ -54,6 +54,19 @@ def test_plan_of_a_preset_as_json(capsys, tmp_path):
     assert "dominant row 17: 60,000 tokens" in capsys.readouterr().out
 
 
+def test_plan_of_a_hybrid_model(capsys):
+    arguments = ["plan", "--preset", "medium_long", "--tokens", "60000", "--cp", "4"]
+    arguments += ["--gdn-layers", "3"]
+    assert main([*arguments, "--islands", "1", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    ranges = sorted(r for part in record["plan"]["recurrent_layout"] for r in part)
+    assert ranges[0][0] == 0 and ranges[-1][1] == record["num_tokens"] == 60_000
+    assert [c["name"] for c in record["tried"][-2:]] == ["one layout", "islands"]
+    assert record["predicted"]["chained_runs"] >= 0
+    assert main(arguments) == 0
+    assert "runs chained" in capsys.readouterr().out
+
+
 def test_plan_of_packed_rows(rollouts, capsys, tmp_path):
     rows = str(tmp_path / "rows.npz")
     assert main(["pack", rollouts, "--max-tokens", "64", "--output", rows]) == 0
@@ -78,6 +91,11 @@ def test_plan_of_packed_rows(rollouts, capsys, tmp_path):
         (["plan", "--preset", "deep", "--cp", "2", "--tokens", "0"], "--tokens must be"),
         (["plan", "--preset", "deep", "--cp", "2", "--heads", "8"], "--heads 8: write it as"),
         (["plan", "--preset", "deep", "--cp", "2", "--profile", "no.json"], "no.json: cannot"),
+        (
+            ["plan", "--preset", "deep", "--cp", "2", "--gdn-layers", "1", "--gdn-heads", "8"],
+            "K/V/",
+        ),
+        (["plan", "--preset", "deep", "--cp", "2", "--islands", "1"], "--islands 1: islands need"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, rollouts, capsys):
