@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from textwrap import wrap
 
 import numpy as np
 
@@ -10,6 +11,8 @@ from .picture import KINDS, Picture, attention_ends, kind_of
 from .picture_ticks import ticks
 
 INK, MUTED, WAIT = "#1f2933", "#5f6c7b", "#eceff3"
+FACTS_WIDTH = 160
+"""Characters of a line of facts under the title."""
 
 
 def png_image(picture: Picture) -> bytes:
@@ -21,14 +24,16 @@ def png_image(picture: Picture) -> bytes:
     tree = min(max(0.13 * picture.num_leaves, 1.0), 4.5)
     last = max(2.6, 0.2 * sum(len(found) + 1 for _, found in picture.tried))
     heights = [tree, 0.25, *[lanes] * len(picture.timelines), lanes, last]
-    total = sum(heights) + 0.62 * len(heights) + 0.9
+    facts = wrap("   ".join(f"{k} {v}" for k, v in picture.figures[3:8]), FACTS_WIDTH)
+    head = 0.8 + 0.17 * len(facts)
+    total = sum(heights) + 0.62 * len(heights) + head - 0.1
     figure = Figure(figsize=(11, total), dpi=110, facecolor="white")
     FigureCanvasAgg(figure)
     figure.text(0.04, 1 - 0.28 / total, picture.title, fontsize=13, weight="bold", color=INK)
-    shown = [f"{k} {v}" for k, v in picture.figures[3:8]]
-    figure.text(0.04, 1 - 0.55 / total, "   ".join(shown), fontsize=8, color=MUTED)
+    for number, text in enumerate(facts):
+        figure.text(0.04, 1 - (0.55 + 0.17 * number) / total, text, fontsize=8, color=MUTED)
 
-    top = total - 1.0
+    top = total - head
     places = []
     for height in heights:
         places.append((top - height) / total)
