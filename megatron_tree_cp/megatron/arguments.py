@@ -242,6 +242,13 @@ def _add_plan_arguments(add: Any) -> None:
         metavar="N",
         help="Planner processes a rank; 0 plans in the training process.",
     )
+    add(
+        "--tree-planners",
+        choices=("rank", "node"),
+        default="rank",
+        help="Who plans: every rank for itself, or one rank for all of its node that work on the "
+        "same rows (of one pipeline stage and data-parallel replica), which then hold no rollouts.",
+    )
 
 
 class _SequenceLength(argparse.Action):

@@ -64,8 +64,9 @@ class PlanRecipe:
     layout for all layers."""
     force_islands: bool = False
     """Give them one whatever it costs."""
-    cp_rank: int = 0
-    """The rank whose recurrent layers the rows are for; plans are the same for all ranks."""
+    cp_rank: int | None = 0
+    """The rank whose recurrent layers the rows are for; plans are the same for all ranks. None
+    leaves these to whoever takes the row."""
 
     def plan_row(self, tree: PackedTree) -> RowPlan:
         """The plan of one row; ValueError as of ``plan.plan_row``."""
@@ -200,7 +201,8 @@ class PlannedRows:
             packed = self.packed()
             row = packed.rows[packed.row_of_sample(sample)]
             plan = self.plan.plan_row(row.tree)
-            recurrence = recurrent_row(plan, self.plan.cp_rank)
+            rank = self.plan.cp_rank
+            recurrence = None if rank is None else recurrent_row(plan, rank)
         except InputError as error:
             return RowFailure(sample, str(error), bad_input=True)
         except (ValueError, OSError) as error:

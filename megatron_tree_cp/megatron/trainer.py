@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,23 +14,26 @@ import torch.distributed as dist
 
 from ..comm.agreement import Agreement
 from ..comm.transport import PeerTransport, Transport, fastest_transport
-from .batch import build_batch
+from ..plan.recurrence_tables import recurrent_row
+from .batch import TreeBatch, build_batch
 from .checkpoints import PackingLedger
 from .flops import report_row
 from .loss import weighted_loss
 from .metrics import IterationRecorder
-from .rows import PlannedRow, PlannedRows, PlanRecipe, RowRecipe
+from .rows import PlannedRow, PlannedRows, PlanRecipe, RowFailure, RowRecipe
+from .shared_rows import SharedRows
 from .startup import implementation_table
 from .stream import Preparation, RowStream, SampleOrder, device_of_rank, planned_row_loader
 
 
-def stage_group(dp_rank: int, pp_rank: int) -> dist.ProcessGroup:
+def stage_group(dp_rank: int, pp_rank: int, node: int = 0) -> dist.ProcessGroup:
     """CPU (gloo) group of the ranks that work on the same rows in the same pipeline stage.
 
     Not all stages together: a later stage asks for its row only once the first stage has sent it
-    activations, so the first must not wait for it.
+    activations, so the first must not wait for it. Ranks may give their ``node``: then those of
+    one node are a group.
     """
-    own = (dp_rank << 16) + pp_rank
+    own = (node << 40) + (dp_rank << 16) + pp_rank
     mine = torch.tensor([own])
     everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     cpu_world = dist.new_group(backend="gloo")
@@ -71,8 +75,9 @@ class TreeTrainer:
     def __init__(self, args: Namespace, plan: PlanRecipe):
         self.args, self.plan = args, plan
         path = Path(args.tree_metrics_file) if args.tree_metrics_file else None
-        ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
-        self.recorder = IterationRecorder(path, nodes=max(1, args.world_size // ranks_of_node))
+        self.ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+        nodes = max(1, args.world_size // self.ranks_of_node)
+        self.recorder = IterationRecorder(path, nodes=nodes)
         self.chunks = args.virtual_pipeline_model_parallel_size or 1
         self.ledger = PackingLedger(args)
         self._train: RowStream | None = None
@@ -103,18 +108,24 @@ class TreeTrainer:
         from megatron.core import parallel_state as mpu
 
         args = self.args
-        dp_rank = mpu.get_data_parallel_rank()
+        dp_rank, cp_rank = mpu.get_data_parallel_rank(), mpu.get_context_parallel_rank()
         # Of this stream alone: ranks do not begin on train and validation rows in one order.
-        agreement = Agreement(stage_group(dp_rank, mpu.get_pipeline_model_parallel_rank()))
-        loader = planned_row_loader(
-            PlannedRows(
-                row_recipe(args, paths, shuffle),
-                replace(self.plan, cp_rank=mpu.get_context_parallel_rank()),
-            ),
-            SampleOrder(consumed, dp_rank, mpu.get_data_parallel_world_size()),
-            args.tree_planner_workers,
-            args.tree_lookahead,
-        )
+        stage = dp_rank, mpu.get_pipeline_model_parallel_rank()
+        agreement = Agreement(stage_group(*stage))
+        recipe = row_recipe(args, paths, shuffle)
+        order = SampleOrder(consumed, dp_rank, mpu.get_data_parallel_world_size())
+
+        def planners(rank: int | None) -> Iterator[PlannedRow | RowFailure]:
+            rows = PlannedRows(recipe, replace(self.plan, cp_rank=rank))
+            return planned_row_loader(rows, order, args.tree_planner_workers, args.tree_lookahead)
+
+        if args.tree_planners == "node":
+            group = stage_group(*stage, node=dist.get_rank() // self.ranks_of_node)
+            loader: Iterator[PlannedRow | RowFailure] = SharedRows(
+                planners(None) if dist.get_rank(group) == 0 else None, group
+            )
+        else:
+            loader = planners(cp_rank)
         upload = partial(
             build_batch,
             cp_group=mpu.get_context_parallel_group(),
@@ -124,8 +135,14 @@ class TreeTrainer:
             per_sequence="seq_aux_loss" in args.moe_router_load_balancing_type,
             transport=self._transport(),
         )
+
+        def build(planned: PlannedRow) -> TreeBatch:
+            if planned.recurrence is None:
+                planned = replace(planned, recurrence=recurrent_row(planned.plan, cp_rank))
+            return upload(planned)
+
         return RowStream(
-            loader, agreement, upload, self._first_row if log else None, device_of_rank()
+            loader, agreement, build, self._first_row if log else None, device_of_rank()
         )
 
     def _transport(self) -> Transport | None:

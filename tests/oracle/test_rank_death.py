@@ -81,6 +81,28 @@ def test_killed_data_worker_ends_every_rank_with_its_reason(tmp_path):
         assert any("data worker failed" in line for line in told), f"rank {rank}:\n{done.output}"
 
 
+@pytest.mark.timeout(500)
+def test_killed_planner_of_a_node_ends_every_rank(tmp_path):
+    argv = [*flags(1000), "--tree-planners", "node"]
+    done, seconds, _ = kill_in_a_step(tmp_path, argv, rank=0, after=2, choose=data_worker)
+    print(f"the job ended {seconds:.1f} s after the node's planner was killed")
+    assert done.returncode != 0 and seconds < LIMIT
+    for rank in (0, 1):
+        told = [line for line in done.output.splitlines() if line.startswith(f"[rank{rank}]")]
+        assert any("data worker failed" in line for line in told), f"rank {rank}:\n{done.output}"
+
+
+@pytest.mark.timeout(500)
+def test_one_planner_a_node_trains_as_one_a_rank(tmp_path):
+    runs = {
+        who: train("tree", 2, tmp_path / who, [*flags(3), "--tree-planners", who])
+        for who in ("rank", "node")
+    }
+    assert len(runs["node"].records()) == 3
+    for ours, theirs in zip(*(run.records() for run in runs.values()), strict=True):
+        assert {k: ours[k] for k in EXACT} == {k: theirs[k] for k in EXACT}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_job_of_a_killed_rank_resumes_exactly(tmp_path):
