@@ -36,6 +36,7 @@ OPTIONS = {
     "--tree-profile": None,
     "--tree-lookahead": 4,
     "--tree-planner-workers": 1,
+    "--tree-planners": "rank",
     "--tree-loss": "token",
     "--tree-statistics": "stored",
     "--tree-metrics-file": None,
