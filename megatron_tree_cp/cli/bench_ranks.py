@@ -7,14 +7,16 @@ import datetime
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..tree.errors import InputError
+
+T = TypeVar("T")
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +54,23 @@ class Ranks:
     """Process group of the first N ranks by N; None for one rank."""
 
     started: float = field(default_factory=time.perf_counter)
+
+    def of_first_rank(self, make: Callable[[], T]) -> T:
+        """What the first rank makes, on every rank; its InputError is raised on all."""
+        import torch.distributed as dist
+
+        made: list[Any] = [None]
+        if self.rank == 0:
+            try:
+                made = [make()]
+            except InputError as error:
+                made = [error]
+        if self.world > 1:
+            dist.broadcast_object_list(made, device=self.device)
+        if isinstance(made[0], InputError):
+            raise made[0]
+        found: T = made[0]
+        return found
 
     def say(self, text: str) -> None:
         """A line with the time, from the first rank, at once."""

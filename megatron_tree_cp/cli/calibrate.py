@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="FILE.json", help="the profile")
     add("--samples", type=Path, metavar="FILE.json", help="write every measurement too")
+    add("--resume", action="store_true", help="keep what --samples holds, measure what it lacks")
     add("--from-samples", type=Path, metavar="FILE.json", help="fit these, with the same options")
     add("--name", metavar="TEXT", help="of the profile; default: the device's name")
     add("--hidden-size", type=int, default=4096, metavar="N", help="of the token-local work")
@@ -70,6 +71,8 @@ def run(args: argparse.Namespace) -> None:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1")
     if args.from_samples and max(args.cp) > 1:
         raise InputError("--from-samples takes the CP sizes of its samples: leave --cp out")
+    if args.resume and (args.from_samples or not args.samples):
+        raise InputError("--resume goes with --samples FILE, and not with --from-samples")
     scale = QUICK_SCALE if args.quick else 1
     dtype = getattr(torch, args.dtype)
     sizes = (args.hidden_size, args.ffn_size, scale)
@@ -78,6 +81,10 @@ def run(args: argparse.Namespace) -> None:
         components = device_components(work, here.device)
         gdn = recurrent_components(dtype, scale, here.device) if args.gdn else []
         samples: dict[str, list[Sample]] = {}
+        if args.resume:
+            samples = here.of_first_rank(
+                lambda: read_samples(args.samples) if args.samples.exists() else {}
+            )
 
         def keep() -> None:
             if args.samples and here.rank == 0:
@@ -85,7 +92,8 @@ def run(args: argparse.Namespace) -> None:
 
         def measure(parts: list[Component], group: Any, ahead: int = 2) -> None:
             watch = DeviceWatch(here.device, group, args.repeats, ahead)
-            collect(parts, watch, here.say, samples, keep)
+            missing = [part for part in parts if part.name not in samples]
+            collect(missing, watch, here.say, samples, keep)
 
         if here.rank == 0 and not args.from_samples:
             measure(components, None)

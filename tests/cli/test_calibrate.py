@@ -27,7 +27,7 @@ def torchrun(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_calibrate_on_two_ranks(tmp_path):
     path, samples = tmp_path / "p.json", tmp_path / "s.json"
     out = torchrun(
@@ -43,6 +43,17 @@ def test_calibrate_on_two_ranks(tmp_path):
     assert not (GDN | {"gdn_compose_ms"}) & set(document["unmeasured"])
     assert profile.exchange_latency_ms > 0 and "network_latency_ms" in document["unmeasured"]
     assert all(c["held_out_error"]["median"] >= 0 for c in document["components"])
+
+    # A run that was cut short goes on with what is missing.
+    held = json.loads(samples.read_text())
+    cut = {name: held[name] for name in list(held)[:3]}
+    samples.write_text(json.dumps(cut))
+    options = ["--samples", str(samples), "--resume", "--out", str(path), *TINY, *WIDTH]
+    torchrun("calibrate", "--cp", "1", "2", *options)
+    resumed = json.loads(samples.read_text())
+    assert list(resumed) == list(held) and {n: resumed[n] for n in cut} == cut
+    assert resumed["exchange_cp2"] != held["exchange_cp2"], "measured again"
+    profile = load_profile(path)
 
     # The same samples, fitted again without a device, give the same coefficients.
     again = tmp_path / "again.json"
@@ -102,6 +113,7 @@ def test_calibrate_in_one_process(tmp_path, capsys):
         (["calibrate", "--out", "p.json", "--cp", "2", "--device", "cpu"], "needs as many"),
         (["calibrate", "--out", "p.json", "--repeats", "0"], "--repeats must be at least 1"),
         (["calibrate", "--out", "p.json", "--heads", "8"], "write it as Q/KV/D"),
+        (["calibrate", "--out", "p.json", "--resume"], "--resume goes with --samples"),
         (["calibrate", "--out", "p.json", "--device", "cpu", "--from-samples", "no"], "not a file"),
         (["predict", "--preset", "deep", "--rows", "0"], "--rows and --repeats"),
         (["predict", "--preset", "deep", "--gdn-heads", "1/2"], "write it as K/V/DK/DV"),
