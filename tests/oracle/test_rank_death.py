@@ -70,26 +70,18 @@ def test_killed_rank_ends_the_job_by_name(tmp_path):
     assert "rank      : 1 (local_rank: 1)" in cause and "Signal 9 (SIGKILL)" in cause
 
 
+@pytest.mark.parametrize(
+    ("rank", "planners"), [(1, "rank"), (0, "node")], ids=["a rank's planner", "a node's planner"]
+)
 @pytest.mark.timeout(500)
-def test_killed_data_worker_ends_every_rank_with_its_reason(tmp_path):
-    argv = flags(1000)
-    done, seconds, _ = kill_in_a_step(tmp_path, argv, rank=1, after=2, choose=data_worker)
-    print(f"the job ended {seconds:.1f} s after a data worker of rank 1 was killed")
+def test_killed_data_worker_ends_every_rank_with_its_reason(rank, planners, tmp_path):
+    argv = [*flags(1000), "--tree-planners", planners]
+    done, seconds, _ = kill_in_a_step(tmp_path, argv, rank, after=2, choose=data_worker)
+    print(f"the job ended {seconds:.1f} s after a data worker of rank {rank} was killed")
     assert done.returncode != 0 and seconds < LIMIT
-    for rank in (0, 1):
-        told = [line for line in done.output.splitlines() if line.startswith(f"[rank{rank}]")]
-        assert any("data worker failed" in line for line in told), f"rank {rank}:\n{done.output}"
-
-
-@pytest.mark.timeout(500)
-def test_killed_planner_of_a_node_ends_every_rank(tmp_path):
-    argv = [*flags(1000), "--tree-planners", "node"]
-    done, seconds, _ = kill_in_a_step(tmp_path, argv, rank=0, after=2, choose=data_worker)
-    print(f"the job ended {seconds:.1f} s after the node's planner was killed")
-    assert done.returncode != 0 and seconds < LIMIT
-    for rank in (0, 1):
-        told = [line for line in done.output.splitlines() if line.startswith(f"[rank{rank}]")]
-        assert any("data worker failed" in line for line in told), f"rank {rank}:\n{done.output}"
+    for hearer in (0, 1):
+        told = [line for line in done.output.splitlines() if line.startswith(f"[rank{hearer}]")]
+        assert any("data worker failed" in line for line in told), f"rank {hearer}:\n{done.output}"
 
 
 @pytest.mark.timeout(500)
