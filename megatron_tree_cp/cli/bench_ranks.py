@@ -33,7 +33,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="MS",
-        help="before each timed call: keeps a device below its power limit, as 50 does an H200",
+        help="before each timed call: keeps a device below its power limit",
     )
     add("--kernels", type=int, default=0, metavar="N", help="print the N longest kernels of a row")
     add("--tokens", type=int, metavar="N", help="tokens a row, instead of the preset's")

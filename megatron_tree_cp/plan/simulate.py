@@ -1,6 +1,7 @@
 """Predicted time of one attention layer on every rank, in the executor's real order.
 
-Forward: pack, issue every wave's exchange at once, local stage, then each wave as it arrives.
+Forward: pack, issue the first exchange, local stage, then each wave as it arrives, the next one's
+exchange issued before its stage.
 Backward: remote stages first, each return overlapping the next stage, the local stage last.
 The second hop of a two-level wave is issued once the stage before its own has been.
 A fused direction makes one call instead, after the only exchange (forward) or before it (backward).
