@@ -241,10 +241,13 @@ class _Bench:
                 for index, shape in enumerate(self.shapes):
                     where = {"row": float(number), "shape": float(index)}
                     yield Case(
-                        f"{row.name}, {shape.name}, {kind}",
+                        self._pass_label(row, shape, kind),
                         {**where, "kind": float(KINDS.index(kind))},
                         partial(self._pass, row, shape, kind),
                     )
+
+    def _pass_label(self, row: GdnRow, shape: GdnShape, kind: str) -> str:
+        return f"{row.name}, {shape.name}, {kind}"
 
     def _pass(self, row: GdnRow, shape: GdnShape, kind: str) -> Call:
         return pass_call(self._context(row.tree, shape, self._layout(row)), shape, kind)
@@ -253,23 +256,28 @@ class _Bench:
         self, sample: Sample, names: Sequence[str], costs: Mapping[str, Any]
     ) -> Features:
         """`explain` of a pass's sample."""
-        number, index, kind = (int(sample.features[n]) for n in ("row", "shape", "kind"))
-        if number < len(self.rows) and index < len(self.shapes) and kind < len(KINDS):
-            (row, loads), shape = self.rows[number], self.shapes[index]
-            if sample.label == f"{row.name}, {shape.name}, {KINDS[kind]}":
-                price = partial(pass_price, shape, loads, KINDS[kind])
-                return derivatives(price, names, CostProfile(**costs))
-        raise _unknown(sample)
+        row, loads, shape = self._case(sample)
+        kind = int(sample.features["kind"])
+        if kind >= len(KINDS) or sample.label != self._pass_label(row, shape, KINDS[kind]):
+            raise _unknown(sample)
+        price = partial(pass_price, shape, loads, KINDS[kind])
+        return derivatives(price, names, CostProfile(**costs))
 
     def explain(self, sample: Sample, names: Sequence[str], costs: Mapping[str, Any]) -> Features:
         """Derivatives of a sample's price at ``costs``. Raises InputError for unknown samples."""
-        number, index, backward = (int(sample.features[n]) for n in ("row", "shape", "backward"))
-        if number < len(self.rows) and index < len(self.shapes):
-            (row, loads), shape = self.rows[number], self.shapes[index]
-            if sample.label == self._label(row, shape, bool(backward)):
-                price = partial(layer_price, shape, loads, bool(backward))
-                return derivatives(price, names, CostProfile(**costs))
-        raise _unknown(sample)
+        row, loads, shape = self._case(sample)
+        backward = bool(sample.features["backward"])
+        if sample.label != self._label(row, shape, backward):
+            raise _unknown(sample)
+        price = partial(layer_price, shape, loads, backward)
+        return derivatives(price, names, CostProfile(**costs))
+
+    def _case(self, sample: Sample) -> tuple[GdnRow, RecurrenceLoads, GdnShape]:
+        """Of a sample. Raises InputError where there is none such."""
+        number, index = (int(sample.features[n]) for n in ("row", "shape"))
+        if number >= len(self.rows) or index >= len(self.shapes):
+            raise _unknown(sample)
+        return *self.rows[number], self.shapes[index]
 
     def _context(self, tree: PackedTree, shape: GdnShape, layout: Layout) -> TreeContext:
         plan = plan_row(tree, self.cp_size, shape.model(), layout=layout)
