@@ -7,6 +7,7 @@ gathered over tensor parallelism, experts by global number.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -172,13 +173,14 @@ def load_weights(model: torch.nn.Module, whole: dict[str, torch.Tensor]) -> None
             parameter.copy_(value)
 
 
-def whole_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Canonical gradients of the parameters that this rank holds (a collective call)."""
+def summed_gradients(
+    model: torch.nn.Module,
+) -> Iterator[tuple[str, torch.nn.Parameter, torch.Tensor]]:
+    """Every parameter with its gradient summed over ranks with copies (a collective call)."""
     from megatron.core import parallel_state
 
     tp_group = parallel_state.get_tensor_model_parallel_group()
     tp = parallel_state.get_tensor_model_parallel_world_size()
-    gradients = {}
     for name, parameter in model.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         if "local_experts" in name:
@@ -190,6 +192,17 @@ def whole_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             replicated = getattr(parameter, "sequence_parallel", False) or "_layernorm" in name
             if tp > 1 and replicated:
                 dist.all_reduce(grad, group=tp_group)
+        yield name, parameter, grad
+
+
+def whole_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Canonical gradients of the parameters that this rank holds (a collective call)."""
+    from megatron.core import parallel_state
+
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    gradients = {}
+    for name, parameter, grad in summed_gradients(model):
         if tp > 1 and _is_split(name, parameter):
             slices = [torch.empty_like(grad) for _ in range(tp)]
             dist.all_gather(slices, grad, group=tp_group)

@@ -132,19 +132,7 @@ def step(model, batch):
     total = loss.detach().clone()
     for value in (total, outputs):
         dist.all_reduce(value, group=context)
-    gradients = {}
-    tp = parallel_state.get_tensor_model_parallel_world_size()
-    for name, parameter in model.named_parameters():
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        if "local_experts" in name:
-            dist.all_reduce(grad, group=parallel_state.get_expert_data_parallel_group())
-            grad /= parallel_state.get_data_parallel_world_size()
-        else:
-            dist.all_reduce(grad, group=context)
-            replicated = getattr(parameter, "sequence_parallel", False) or "_layernorm" in name
-            if tp > 1 and replicated:
-                dist.all_reduce(grad, group=parallel_state.get_tensor_model_parallel_group())
-        gradients[name] = grad
+    gradients = {name: grad for name, _, grad in models.summed_gradients(model)}
     return total, gradients, outputs
 
 

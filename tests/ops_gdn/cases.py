@@ -13,7 +13,7 @@ from megatron_tree_cp import ops
 from megatron_tree_cp.comm import TreeContext
 from megatron_tree_cp.ops.gdn import reference
 from megatron_tree_cp.ops.gdn.row import leaf_ends, parents_of
-from megatron_tree_cp.plan import Layout, plan_row
+from megatron_tree_cp.plan import LayerClass, Layout, ModelShape, plan_row
 from megatron_tree_cp.tree.packed_tree import PackedTree
 from tests.ops.cases import shard, trees
 
@@ -57,6 +57,19 @@ class Case:
     @property
     def tree(self) -> PackedTree:
         return PackedTree(self.lengths, self.parents)
+
+    def model(self) -> ModelShape:
+        """One layer of the case's sizes, for the planner."""
+        layer = LayerClass(
+            "gdn",
+            kind="gdn",
+            query_heads=self.key_heads,
+            kv_heads=self.value_heads,
+            head_dim=self.key_dim,
+            value_dim=self.value_dim,
+            conv_width=self.width,
+        )
+        return ModelShape(classes=(layer,))
 
 
 @st.composite

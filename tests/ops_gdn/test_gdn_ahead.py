@@ -11,26 +11,17 @@ import torch.distributed as dist
 from megatron_tree_cp.comm import TreeContext
 from megatron_tree_cp.comm.upload import upload_together
 from megatron_tree_cp.ops.gdn.ahead import upload_recurrent_row
-from megatron_tree_cp.plan import LayerClass, ModelShape, plan_row
+from megatron_tree_cp.plan import plan_row
 from megatron_tree_cp.plan.recurrence_tables import BlockArrays, recurrent_row
 from tests.distributed import run_ranks
 from tests.ops_gdn.cases import Case, build_plan, make_row, run_rank
 
 CASE = Case((9, 5, 1, 7, 3, 6, 2), (-1, 0, 1, 0, 3, -1, 5), pieces=9, seed=3)
-LAYER = LayerClass(
-    "gdn",
-    kind="gdn",
-    query_heads=CASE.key_heads,
-    kv_heads=CASE.value_heads,
-    head_dim=CASE.key_dim,
-    value_dim=CASE.value_dim,
-    conv_width=CASE.width,
-)
 
 
 def _plan(cp_size):
     layout = build_plan(CASE, cp_size).layouts["main"]
-    return plan_row(CASE.tree, cp_size, ModelShape(classes=(LAYER,)), layout=layout)
+    return plan_row(CASE.tree, cp_size, CASE.model(), layout=layout)
 
 
 def _ahead(rank, world_size):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_tree_cp import ops
 from megatron_tree_cp.comm import TreeContext
 from megatron_tree_cp.ops.gdn.ahead import upload_recurrent_row
-from megatron_tree_cp.plan import LayerClass, Layout, ModelShape
+from megatron_tree_cp.plan import Layout
 from megatron_tree_cp.plan.recurrence_tables import recurrent_row
 from tests.distributed import run_ranks
 from tests.ops_gdn.cases import Case, build_plan, errors, make_row, run_rank, tolerance
@@ -25,15 +25,6 @@ CASES = [
     Case((150, 70, 66), (-1, 0, 0), pieces=5, seed=4, dtype=torch.float32),
     Case((6, 4, 4), (-1, 0, 0), pieces=3, owners=1, seed=5),
 ]
-LAYER = LayerClass(
-    "gdn",
-    kind="gdn",
-    query_heads=CASE.key_heads,
-    kv_heads=CASE.value_heads,
-    head_dim=CASE.key_dim,
-    value_dim=CASE.value_dim,
-    conv_width=CASE.width,
-)
 
 
 def plan_of_two(case: Case, cp_size: int):
@@ -41,7 +32,7 @@ def plan_of_two(case: Case, cp_size: int):
     island = build_plan(case, cp_size)
     main = build_plan(replace(case, pieces=7, seed=case.seed + 1, owners=None), cp_size)
     layouts = {"main": main.layouts["main"], "gdn": island.layouts["main"]}
-    return replace(main, layouts=layouts, model=ModelShape(classes=(LAYER,)))
+    return replace(main, layouts=layouts, model=case.model())
 
 
 def _second_layout(rank, world_size, batch):

@@ -17,6 +17,7 @@ from megatron_tree_cp.plan.two_level import TwoLevelExchange, two_level_exchange
 from megatron_tree_cp.plan.values import expand_ranges
 from megatron_tree_cp.tree import PackedTree
 from tests.plan.oracle import check_plan, delivered, layouts, trees
+from tests.plan.test_simulate import LAYER, PROFILE
 
 
 def returned_sums(exchange, values):
@@ -146,16 +147,8 @@ def test_a_dropped_second_hop_and_a_forgotten_share_are_noticed():
         check_two_level(swapped, one_level, layout, 2)
 
 
-# One pair costs 1 ms forward and 2.5 ms backward; a key row has 1 byte; copies are free.
-LAYER = LayerClass("x", query_heads=1, kv_heads=1, head_dim=1)
-NODES = CostProfile(
-    forward_flops_per_ms=4.0,
-    backward_flops_per_ms=4.0,
-    remote_pair_factor=1.0,
-    forward_launch_ms=0.0,
-    backward_launch_ms=0.0,
-    underfill_ms=0.0,
-    memory_bytes_per_ms=1e30,
+NODES = replace(
+    PROFILE,
     exchange_latency_ms=0.5,
     exchange_bytes_per_ms=8.0,
     ranks_per_node=2,
