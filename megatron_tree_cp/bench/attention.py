@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +26,16 @@ from ..ops.attention.stages import AttentionStages, attention_stages, prepare_ta
 from ..plan.memory import attention_call_bytes
 from ..plan.model import LayerClass, ModelShape
 from ..plan.planner import plan_row
+from ..plan.profile import CostProfile
 from ..plan.row_plan import RowPlan
 from ..tree.packed_tree import PackedTree
 from .kernel_times import KernelTime, kernel_times
+from .one_call import one_call
 from .silence import without_exchanges
 from .timing import Clock
+
+Timed = Callable[[], tuple[float, float]]
+"""Gives the (forward, backward) ms of one call."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,8 @@ class RowResult:
     forward_ms: float
     backward_ms: float
     fwd_bwd_ms: float
+    predicted_ms: float
+    """The plan's, forward and backward."""
     tflops: float
     """On visible pairs, per rank, forward and backward."""
     plan_ms: float
@@ -113,23 +121,23 @@ class RowResult:
 class AttentionBench:
     """Rows of one CP size on this rank.
 
-    ``group`` holds the CP ranks (None for one rank); every rank of it makes the same calls.
+    ``group`` holds the CP ranks (None for one rank); every rank of the clock's makes the same
+    calls, those of several groups at once where it spans them. Plans are made with ``profile``.
     """
 
     def __init__(
         self,
         shape: Shape,
         group: Any,
-        device: torch.device,
+        clock: Clock,
+        profile: CostProfile,
         waves: int | None = None,
         transport: Transport | None = None,
-        pause_ms: float = 0.0,
     ) -> None:
-        self.shape, self.group, self.device, self.waves = shape, group, device, waves
-        self.transport = transport
+        self.shape, self.group, self.clock, self.waves = shape, group, clock, waves
+        self.device, self.profile, self.transport = clock.device, profile, transport
         self.cp = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.clock = Clock(group, device, pause_ms)
 
     def check(self, tree: PackedTree) -> float:
         """Worst relative error of output and gradients on a small row, against fp32 tiles."""
@@ -160,7 +168,7 @@ class AttentionBench:
         """Plan, upload and time one row."""
         held_before = self.clock.held_gib()
         started = time.perf_counter()
-        plan = plan_row(tree, self.cp, self.shape.model(), waves=self.waves)
+        plan = self._plan(tree)
         planned = time.perf_counter()
         context = TreeContext(plan, self.group, self.device, transport=self.transport)
         marks = [self.clock.mark()]
@@ -198,6 +206,7 @@ class AttentionBench:
             forward_ms=statistics.median(forward),
             backward_ms=statistics.median(backward),
             fwd_bwd_ms=total,
+            predicted_ms=float(plan.predicted.total_ms),
             tflops=flops / total / 1e9,
             plan_ms=times[0],
             metadata_ms=times[1],
@@ -226,12 +235,27 @@ class AttentionBench:
         context = self._context(tree)
         silent = without_exchanges(context, self.shape.window)
         inputs = self._inputs(context.num_tokens, None)
-        for each in (context, silent):
-            self._run(each, inputs)
-        differences = [
-            sum(self._timed(context, inputs)) - sum(self._timed(silent, inputs))
-            for _ in range(trials)
-        ]
+        return self._difference(
+            lambda: self._timed(context, inputs), lambda: self._timed(silent, inputs), trials
+        )
+
+    def over_one_call_ms(self, tree: PackedTree, trials: int = 30) -> tuple[float, float]:
+        """Time beyond that of one local call over the same pairs: mean and half-width of its 95 %
+        interval, from interleaved pairs of runs. The one call finds all keys of its queries where
+        it wants them: no exchange, no copy, no merge.
+        """
+        context = self._context(tree)
+        inputs = self._inputs(context.num_tokens, None)
+        one = one_call(context, self.shape.window, self.shape.implementation(self.device), inputs)
+        return self._difference(
+            lambda: self._timed(context, inputs), lambda: self.clock.timed(*one), trials
+        )
+
+    def _difference(self, a: Timed, b: Timed, trials: int) -> tuple[float, float]:
+        """Mean of a's ms over b's and half its 95 % interval; both run once before they count."""
+        for each in (a, b):
+            each()
+        differences = [sum(a()) - sum(b()) for _ in range(trials)]
         half = 1.96 * statistics.stdev(differences) / trials**0.5
         return statistics.mean(differences), half
 
@@ -242,8 +266,10 @@ class AttentionBench:
         return kernel_times(lambda: self._run(context, inputs), self.device)
 
     def _context(self, tree: PackedTree) -> TreeContext:
-        plan = plan_row(tree, self.cp, self.shape.model(), waves=self.waves)
-        return TreeContext(plan, self.group, self.device, transport=self.transport)
+        return TreeContext(self._plan(tree), self.group, self.device, transport=self.transport)
+
+    def _plan(self, tree: PackedTree) -> RowPlan:
+        return plan_row(tree, self.cp, self.shape.model(), self.profile, waves=self.waves)
 
     def _inputs(self, tokens: int, generator: torch.Generator | None) -> list[torch.Tensor]:
         """The output's gradient, q, k, v, and the sink of a shape that has one."""

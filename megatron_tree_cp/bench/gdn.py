@@ -22,6 +22,7 @@ from ..ops.gdn.conv_tables import conv_tables
 from ..ops.gdn.tables import recurrence_plan, recurrence_tables
 from ..plan.layout import Layout
 from ..plan.planner import plan_row
+from ..plan.profile import CostProfile
 from ..plan.row_plan import RowPlan
 from ..tree.errors import InputError
 from ..tree.packed_tree import PackedTree
@@ -57,6 +58,8 @@ class RowResult:
     forward_ms: float
     backward_ms: float
     fwd_bwd_ms: float
+    predicted_ms: float
+    """The plan's, forward and backward."""
     conv_ms: float
     """The convolution alone, forward and backward."""
     rule_ms: float
@@ -91,7 +94,8 @@ def check_tree(preset: str, cp_size: int, row: int, tokens: int | None) -> Packe
 class GdnBench:
     """Rows of one CP size on this rank.
 
-    ``group`` holds the CP ranks (None for one rank); every rank of it makes the same calls.
+    ``group`` holds the CP ranks (None for one rank); every rank of the clock's makes the same
+    calls, those of several groups at once where it spans them. Plans are made with ``profile``.
     ``say`` gets a line before whatever may compile.
     """
 
@@ -99,15 +103,14 @@ class GdnBench:
         self,
         shape: GdnShape,
         group: Any,
-        device: torch.device,
+        clock: Clock,
+        profile: CostProfile,
         say: Say = lambda text: None,
         tb_per_s: float = H200_TB_PER_S,
-        pause_ms: float = 0.0,
     ):
-        self.shape, self.group, self.device, self.say = shape, group, device, say
-        self.tb_per_s = tb_per_s
+        self.shape, self.group, self.clock, self.profile = shape, group, clock, profile
+        self.device, self.say, self.tb_per_s = clock.device, say, tb_per_s
         self.cp = 1 if group is None else dist.get_world_size(group)
-        self.clock = Clock(group, device, pause_ms)
 
     def check(self, tree: PackedTree) -> float:
         """Check a row whose chains cross all ranks; returns the worst relative error.
@@ -151,7 +154,7 @@ class GdnBench:
         """Plan, upload and time one row."""
         before = compilations()
         started = time.perf_counter()
-        plan = plan_row(tree, self.cp, self.shape.model())
+        plan = self._plan(tree)
         planned = time.perf_counter()
         context = TreeContext(plan, self.group, self.device)
         recurrence_tables(context)
@@ -180,6 +183,7 @@ class GdnBench:
             forward_ms=statistics.median(forward),
             backward_ms=statistics.median(backward),
             fwd_bwd_ms=total,
+            predicted_ms=float(plan.predicted.total_ms),
             conv_ms=alone["conv"],
             rule_ms=alone["rule"],
             byte_bound_ms=bound,
@@ -194,12 +198,15 @@ class GdnBench:
 
     def kernels(self, tree: PackedTree) -> list[KernelTime]:
         """Kernels of one call of the layer forward and backward, on this rank."""
-        context = TreeContext(plan_row(tree, self.cp, self.shape.model()), self.group, self.device)
+        context = TreeContext(self._plan(tree), self.group, self.device)
         inputs = draw_inputs(self.shape, context.num_tokens, self.device)
         forward, leaves, grad = self._parts(context, inputs)["layer"]
         return kernel_times(
             lambda: torch.autograd.grad(forward(*leaves), leaves, grad), self.device
         )
+
+    def _plan(self, tree: PackedTree) -> RowPlan:
+        return plan_row(tree, self.cp, self.shape.model(), self.profile)
 
     def _parts(self, context: TreeContext, inputs: LayerInputs) -> dict[str, tuple[Any, ...]]:
         """(forward, leaves, output's gradient) of the layer, and of its operators alone."""

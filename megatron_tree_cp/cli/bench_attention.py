@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..tree.errors import InputError
-from .bench_ranks import add_common_arguments, command, identity, ranks
+from .bench_ranks import add_common_arguments, command, identity, profile_of, ranks
 from .heads import attention_heads
 
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
     from ..bench.evidence import Evidence, write_evidence
     from ..bench.kernel_times import kernel_lines
     from ..bench.presets import preset_tree
-    from ..bench.timing import Clock, summarise_rows
+    from ..bench.timing import summarise_rows
     from ..comm.transport import PeerTransport
 
     if args.exchange == "peer" and args.device == "cpu":
@@ -46,23 +46,20 @@ def run(args: argparse.Namespace) -> None:
     dtype = getattr(torch, args.dtype)
     shape = Shape(*attention_heads(args.heads), dtype, args.impl, args.window, args.sink)
     with ranks(args) as here:
-        limits = {
-            cp: dense_causal_tflops(shape, Clock(group, here.device, args.pause))
-            for cp, group in here.groups.items()
-            if here.rank < cp
-        }
+        profile = profile_of(args, here)
+        clocks = {cp: here.clock(cp, args.pause) for cp in here.groups if here.works(cp)}
+        limits = {cp: dense_causal_tflops(shape, clock) for cp, clock in clocks.items()}
         transports = {
             cp: PeerTransport(group, here.device)
             for cp, group in here.groups.items()
-            if args.exchange == "peer" and 1 < cp and here.rank < cp
+            if args.exchange == "peer" and 1 < cp and here.works(cp)
         }
         evidence: list[Evidence] = []
         for preset in args.preset:
             for cp, group in here.groups.items():
-                if here.rank < cp:
-                    transport = transports.get(cp)
-                    options = (args.waves, transport, args.pause)
-                    bench = AttentionBench(shape, group, here.device, *options)
+                if here.works(cp):
+                    options = (profile, args.waves, transports.get(cp))
+                    bench = AttentionBench(shape, group, clocks[cp], *options)
                     error = bench.check(preset_tree(preset, cp, 0, 2048 * cp))
                     allowed = 4 * torch.finfo(shape.dtype).eps
                     if not error <= allowed:  # NaN fails as well
@@ -82,6 +79,8 @@ def run(args: argparse.Namespace) -> None:
                         tree = preset_tree(preset, cp, args.warmup, args.tokens)
                         mean, half = bench.exposed_ms(tree, args.exposed_trials)
                         metrics["exposed_exchange_ms"] = {"median": mean, "half_width_95": half}
+                        mean, half = bench.over_one_call_ms(tree, args.exposed_trials)
+                        metrics["over_one_call_ms"] = {"median": mean, "half_width_95": half}
                     new = compilations() - compiled
                     metrics["new_compilations"] = {"median": new, "worst": new}
                     metrics["check_error"] = {"worst": error}
@@ -98,6 +97,7 @@ def run(args: argparse.Namespace) -> None:
                             + ("" if args.window is None else f" w{args.window}")
                             + (" sink" if args.sink else "")
                             + (" peer" if cp in transports else "")
+                            + (" filled" if here.fill else "")
                             + (" paused" if args.pause else ""),
                             metrics=metrics,
                             command=_command(args),
@@ -131,14 +131,16 @@ def _table(evidence) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="attention, medians over rows, slowest rank")
     heads = ["preset", "CP", "fwd ms", "bwd ms", "fwd+bwd ms", "p95", "TFLOP/s", "% of dense"]
     heads += [
+        "predicted ms",
         "tiles",
         "exposed ms",
+        "over one call",
         "plan ms",
         "upload ms",
         "tables ms",
         "MiB",
         "peak GiB",
-        "predicted",
+        "predicted GiB",
         "compiled",
     ]
     for head in heads:
@@ -150,7 +152,12 @@ def _table(evidence) -> Table:
             return metric[name]["median"]
 
         limit = metric.get("dense_causal_tflops", {}).get("median")
-        exposed = metric.get("exposed_exchange_ms")
+        exposed, over = (
+            f"{metric[name]['median']:.2f}+-{metric[name]['half_width_95']:.2f}"
+            if name in metric
+            else ""
+            for name in ("exposed_exchange_ms", "over_one_call_ms")
+        )
         table.add_row(
             record.preset,
             str(record.cp),
@@ -160,8 +167,10 @@ def _table(evidence) -> Table:
             f"{metric['fwd_bwd_ms']['p95']:.2f}",
             f"{median('tflops'):.0f}",
             "" if limit is None else f"{100 * median('tflops') / limit:.1f}",
+            f"{median('predicted_ms'):.2f}",
             f"{median('tiles_computed_per_visible'):.3f}",
-            "" if exposed is None else f"{exposed['median']:.2f}+-{exposed['half_width_95']:.2f}",
+            exposed,
+            over,
             f"{median('plan_ms'):.1f}",
             f"{median('metadata_ms'):.1f}",
             f"{median('tables_ms'):.2f}",

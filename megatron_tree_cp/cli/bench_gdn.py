@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..tree.errors import InputError
-from .bench_ranks import Ranks, add_common_arguments, command, identity, ranks
+from .bench_ranks import Ranks, add_common_arguments, command, identity, profile_of, ranks
 from .heads import gdn_heads
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> None:
         fla_kernels()  # missing packages are told before anything is timed
     evidence: list[Evidence] = []
     with ranks(args) as here:
+        profile = profile_of(args, here)
 
         def keep() -> None:
             if here.rank == 0 and args.evidence:  # what is measured stays measured
@@ -76,9 +77,10 @@ def run(args: argparse.Namespace) -> None:
 
         for preset in args.preset:
             for cp, group in here.groups.items():
-                if here.rank < cp:
+                if here.works(cp):
                     say = _say(here, preset, cp)
-                    bench = GdnBench(shape, group, here.device, say, args.bandwidth, args.pause)
+                    clock = here.clock(cp, args.pause)
+                    bench = GdnBench(shape, group, clock, profile, say, args.bandwidth)
                     evidence.append(_record(args, bench, preset))
                     keep()
                     if args.kernels:
@@ -126,6 +128,7 @@ def _record(args: argparse.Namespace, bench: GdnBench, preset: str) -> Evidence:
         preset=preset,
         cp=bench.cp,
         variant=f"{bench.shape.name} {bench.shape.kernel(bench.device, bench.cp)}"
+        + " filled" * args.fill
         + " paused" * bool(args.pause),
         metrics=metrics,
         command=command(args, "gdn", options),
@@ -190,8 +193,8 @@ def _line(row: RowResult) -> str:
     """One measured row in words."""
     return (
         f"row {row.row}: {row.tokens} tokens, forward {row.forward_ms:.2f} backward "
-        f"{row.backward_ms:.2f} both {row.fwd_bwd_ms:.2f} ms (conv {row.conv_ms:.2f}, rule "
-        f"{row.rule_ms:.2f}), byte bound {row.byte_bound_ms:.2f} ms = "
+        f"{row.backward_ms:.2f} both {row.fwd_bwd_ms:.2f} ms (predicted {row.predicted_ms:.2f}, "
+        f"conv {row.conv_ms:.2f}, rule {row.rule_ms:.2f}), byte bound {row.byte_bound_ms:.2f} ms = "
         f"{row.byte_bound_percent:.1f} %, {row.chained_runs} of {row.runs} runs chained, plan "
         f"{row.plan_ms:.1f} upload {row.metadata_ms:.1f} ms, {row.peak_gib:.2f} GiB, "
         f"{row.compilations} compiled"
@@ -200,7 +203,8 @@ def _line(row: RowResult) -> str:
 
 def _table(evidence: list[Evidence]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="Gated DeltaNet, medians over rows, slowest rank")
-    heads = ["preset", "CP", "fwd ms", "bwd ms", "fwd+bwd ms", "p95", "worst", "conv ms"]
+    heads = ["preset", "CP", "fwd ms", "bwd ms", "fwd+bwd ms", "p95", "worst", "predicted"]
+    heads += ["conv ms"]
     heads += ["rule ms", "bound", "% of it", "chained", "local", "plan ms", "upload ms", "GiB"]
     for head in [*heads, "compiled"]:
         table.add_column(head, justify="right")
@@ -218,6 +222,7 @@ def _table(evidence: list[Evidence]) -> Table:
             median("fwd_bwd_ms"),
             f"{metric['fwd_bwd_ms']['p95']:.2f}",
             f"{metric['fwd_bwd_ms']['worst']:.2f}",
+            median("predicted_ms"),
             median("conv_ms"),
             median("rule_ms"),
             median("byte_bound_ms"),

@@ -12,9 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..plan.profile import CostProfile, load_profile
+from ..plan.shipped_profiles import profile_for
 from ..tree.errors import InputError
+
+if TYPE_CHECKING:
+    from ..bench.timing import Clock
 
 T = TypeVar("T")
 
@@ -37,6 +42,12 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--kernels", type=int, default=0, metavar="N", help="print the N longest kernels of a row")
     add("--tokens", type=int, metavar="N", help="tokens a row, instead of the preset's")
+    add("--profile", metavar="FILE", help="cost profile; default: the one for this device")
+    add(
+        "--fill",
+        action="store_true",
+        help="run as many groups at once as there are ranks for, the slowest counts: cards differ",
+    )
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--commit", default="unknown", metavar="HASH", help="recorded in the evidence")
     add("--hardware", metavar="TEXT", help="recorded in the evidence; default: the device's name")
@@ -51,9 +62,26 @@ class Ranks:
     world: int
     rank: int
     groups: dict[int, Any]
-    """Process group of the first N ranks by N; None for one rank."""
+    """Process group of N ranks by N, None for one rank: of the first N, where they fill of this
+    rank's N."""
+
+    fill: bool = False
+    """Every rank works in a group of every size."""
 
     started: float = field(default_factory=time.perf_counter)
+
+    def works(self, cp: int) -> bool:
+        """This rank belongs to the group, or to one of the groups, of ``cp`` ranks."""
+        return self.fill or self.rank < cp
+
+    def clock(self, cp: int, pause_ms: float = 0.0) -> Clock:
+        """The clock of all ranks that work in groups of ``cp``."""
+        import torch.distributed as dist
+
+        from ..bench.timing import Clock
+
+        together = dist.group.WORLD if self.fill and self.world > 1 else self.groups[cp]
+        return Clock(together, self.device, pause_ms)
 
     def of_first_rank(self, make: Callable[[], T]) -> T:
         """What the first rank makes, on every rank; its InputError is raised on all."""
@@ -97,20 +125,32 @@ def ranks(args: argparse.Namespace) -> Iterator[Ranks]:
     options = None
     if args.device == "cuda" and world > 1:  # as in training: see megatron/validation.py
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    groups = {
-        cp: dist.new_group(list(range(cp)), pg_options=options) if cp > 1 else None
-        for cp in sorted(set(args.cp))
-    }
-    yield Ranks(device, world, rank, groups)
+    fill = getattr(args, "fill", False)
+    groups: dict[int, Any] = {}
+    for cp in sorted(set(args.cp)):
+        if fill and world % cp:
+            raise InputError(f"--fill: {world} ranks do not make groups of {cp}")
+        groups[cp] = None
+        for first in range(0, world if fill else cp, cp) if cp > 1 else ():
+            group = dist.new_group(list(range(first, first + cp)), pg_options=options)
+            if first <= rank < first + cp:
+                groups[cp] = group
+    yield Ranks(device, world, rank, groups, fill)
     if world > 1:
         dist.destroy_process_group()
 
 
+def profile_of(args: argparse.Namespace, here: Ranks) -> CostProfile:
+    """The cost profile that ``--profile`` names, or else the one for this device."""
+    if args.profile:
+        return load_profile(args.profile)
+    profile, note = profile_for(_device_name(here.device))
+    here.say(note)
+    return profile
+
+
 def identity(args: argparse.Namespace, device: Any, packages: Sequence[str]) -> dict[str, Any]:
     """Fields of an evidence record that say where and when it was measured."""
-    import torch
-
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     software = {}
     for package in ("torch", "triton", *packages):
         try:
@@ -118,7 +158,7 @@ def identity(args: argparse.Namespace, device: Any, packages: Sequence[str]) -> 
         except metadata.PackageNotFoundError:
             continue
     return {
-        "hardware": args.hardware or name,
+        "hardware": args.hardware or _device_name(device),
         "software": software,
         "commit": args.commit,
         "date": datetime.date.today().isoformat(),
@@ -131,11 +171,19 @@ def command(args: argparse.Namespace, operator: str, options: Sequence[str]) -> 
     words += [f"--preset {' '.join(args.preset)}", f"--cp {' '.join(map(str, args.cp))}", *options]
     words += [f"--dtype {args.dtype} --impl {args.impl}"]
     words += [f"--warmup {args.warmup} --rows {args.rows}"]
+    words += ["--fill"] if args.fill else []
     if args.pause:
         words.append(f"--pause {args.pause:g}")
-    if args.tokens is not None:
-        words.append(f"--tokens {args.tokens}")
+    for name in ("tokens", "profile"):
+        if getattr(args, name) is not None:
+            words.append(f"--{name} {getattr(args, name)}")
     return " ".join(words)
+
+
+def _device_name(device: Any) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def _device(kind: str) -> Any:

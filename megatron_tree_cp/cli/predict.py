@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..tree.errors import InputError
-from .bench_ranks import identity, ranks
+from .bench_ranks import identity, profile_of, ranks
 from .calibrate import PACKAGES, add_device_arguments
 from .heads import attention_heads, gdn_heads
 
@@ -40,8 +40,6 @@ def run(args: argparse.Namespace) -> None:
     from ..bench.gdn_prediction import GdnPredictionBench
     from ..bench.prediction import PredictionBench, summarise
     from ..bench.presets import MEASURED_ROWS, preset_tree
-    from ..plan.profile import load_profile
-    from ..plan.shipped_profiles import profile_for
 
     if args.rows < 1 or args.repeats < 1:
         raise InputError("--rows and --repeats must be at least 1")
@@ -53,11 +51,7 @@ def run(args: argparse.Namespace) -> None:
     evidence: list[Evidence] = []
     with ranks(args) as here:
         origin = identity(args, here.device, PACKAGES)
-        if args.profile:
-            profile = load_profile(args.profile)
-        else:
-            profile, note = profile_for(origin["hardware"])
-            here.say(note)
+        profile = profile_of(args, here)
         for preset in args.preset:
             for cp, group in here.groups.items():
                 if here.rank < cp:

@@ -11,9 +11,11 @@ from megatron_tree_cp.bench.evidence import read_evidence
 from megatron_tree_cp.bench.gdn import GdnBench, check_tree
 from megatron_tree_cp.bench.gdn_layer import GdnShape, draw_inputs, tree_operators
 from megatron_tree_cp.bench.presets import preset_tree
+from megatron_tree_cp.bench.timing import Clock
 from megatron_tree_cp.cli import main
 from megatron_tree_cp.comm import TreeContext
 from megatron_tree_cp.plan import plan_row
+from megatron_tree_cp.plan.profile import CostProfile
 from megatron_tree_cp.plan.runs import join_only_children
 from megatron_tree_cp.tree.errors import InputError
 from megatron_tree_cp.tree.packed_tree import PackedTree
@@ -58,7 +60,7 @@ def test_writes_evidence(tmp_path, capsys):
 def _on_ranks(rank, world_size):
     import torch.distributed as dist
 
-    bench = GdnBench(SHAPE, dist.group.WORLD, CPU)
+    bench = GdnBench(SHAPE, dist.group.WORLD, Clock(dist.group.WORLD, CPU), CostProfile())
     error = bench.check(check_tree("deep", world_size, 0, 1200))
     return error, vars(bench.measure(preset_tree("one_chain", world_size, 0, 300), 0, repeats=1))
 
@@ -94,7 +96,7 @@ def test_what_fails_its_check_is_not_timed(operators, tmp_path, monkeypatch, cap
 
 
 def test_nan_fails_the_check():
-    bench = GdnBench(SHAPE, None, CPU)
+    bench = GdnBench(SHAPE, None, Clock(None, CPU), CostProfile())
     with pytest.raises(InputError, match="out nan"):
         bench.hold({"out": torch.tensor([torch.nan])}, {"out": torch.ones(1)}, None, "it")
 
@@ -123,7 +125,10 @@ def test_byte_bound_by_hand():
 
 
 def test_flattened_baseline_on_passes():
-    bench, tree = GdnBench(SHAPE, None, CPU), preset_tree("short", 1, 0, 300)
+    bench, tree = (
+        GdnBench(SHAPE, None, Clock(None, CPU), CostProfile()),
+        preset_tree("short", 1, 0, 300),
+    )
     ours = bench.measure(tree, 0, repeats=1)
     parts = gdn_baselines.flattened(bench, tree, sequences, limit=200)
     paths = gdn_baselines.trajectories(tree)
@@ -150,7 +155,7 @@ def test_flattened_baseline_on_passes():
 
 
 def test_one_sequence_needs_one():
-    bench = GdnBench(SHAPE, None, CPU)
+    bench = GdnBench(SHAPE, None, Clock(None, CPU), CostProfile())
     assert gdn_baselines.is_one_sequence(PackedTree([3, 2], [-1, 0]))
     for tree in (PackedTree([3, 2], [-1, -1]), PackedTree([3], [-1])):
         with pytest.raises(InputError, match="one sequence, on several ranks"):
