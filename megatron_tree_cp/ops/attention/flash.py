@@ -23,7 +23,6 @@ from flash_attn.cute.cute_dsl_utils import torch2cute_dtype_map
 from megatron_tree_cp.ops.attention import flash_kernels
 from megatron_tree_cp.ops.attention.block_mask import block_tables
 from megatron_tree_cp.ops.attention.flash_kernels import (
-    BACKWARD_QUERY_TILE,
     QUERY_TILE,
     StageTables,
     backward_config,
@@ -101,6 +100,7 @@ class BackwardPass:
         self.value_dim = out.shape[2]
         padded = -(-rows // QUERY_TILE) * QUERY_TILE
         self.width = -(-self.dim // 32) * 32
+        self.config = backward_config(self.dim, self.value_dim)
         empty = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
         self.dq_accumulator = empty(1, heads, padded * self.width)
         self.mean, self.lse_base2 = empty(1, heads, padded), empty(1, heads, padded)
@@ -117,7 +117,7 @@ class BackwardPass:
             torch2cute_dtype_map[q.dtype],
             self.dim,
             self.value_dim,
-            BACKWARD_QUERY_TILE,
+            self.config.m_block_size,
         )
 
     @property
@@ -129,7 +129,8 @@ class BackwardPass:
         self, rows: slice, k: torch.Tensor, v: torch.Tensor, mask: IntervalMask
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """dK [K, Hkv, D] and dV [K, Hkv, Dv] of one stage, in the dtype of k and v."""
-        begin, end = rows.start, rows.start + -(-(rows.stop - rows.start) // 64) * 64
+        begin, tile = rows.start, self.config.m_block_size
+        end = begin + -(-(rows.stop - begin) // tile) * tile
         tables = _tables(mask, self.dim, self.value_dim)
         gradients = _KeyGradients.empty(k, v, self.q.shape[1] // k.shape[1])
         arguments = (
@@ -147,7 +148,7 @@ class BackwardPass:
 
     def dq(self) -> torch.Tensor:
         """dQ [n, Hq, D] in q's dtype, of all stages."""
-        config = backward_config(self.dim, self.value_dim)
+        config = self.config
         dq = torch.empty_like(self.q)
         threads = 128 if config.dQ_single_wg else config.num_wg * 128
         interface._bwd_postprocess_convert(
@@ -159,7 +160,7 @@ class BackwardPass:
             interface._get_device_arch(),
             torch2cute_dtype_map[dq.dtype],
             self.dim,
-            BACKWARD_QUERY_TILE,
+            config.m_block_size,
             threads,
             config.AtomLayoutMdQ,
             False,

@@ -7,6 +7,7 @@ their arguments at every call: host time before a layer's first launch.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,10 +22,7 @@ from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 
 QUERY_TILE = 128
-"""Query rows of a tile in the backward's block tables."""
-
-BACKWARD_QUERY_TILE = 64
-"""Query rows that the backward computes at once: two halves of a table's tile."""
+"""Query rows of a tile in the backward's block tables; a kernel takes them whole or in halves."""
 
 
 @cute.jit
@@ -72,17 +70,11 @@ def forward_config(dim: int, value_dim: int) -> Any:
 
 
 def backward_config(dim: int, value_dim: int) -> Any:
-    """The package's Hopper tiles, with the 64 query rows of its block-sparse backward."""
+    """The package's Hopper tiles, where they halve or fill a table's; 64 query rows elsewhere."""
     config = interface._tile_size_bwd_sm90(dim, value_dim, False, False)
-    # Its head-dim-64 tiles split 128 query rows over two warp groups; 64 rows go to one.
-    return config.__class__(
-        **{
-            **{name: getattr(config, name) for name in config.__dataclass_fields__},
-            "m_block_size": BACKWARD_QUERY_TILE,
-            "dQ_swapAB": False,
-            "AtomLayoutMdQ": 1,
-        }
-    )
+    if QUERY_TILE % config.m_block_size == 0:
+        return config
+    return dataclasses.replace(config, m_block_size=64, dQ_swapAB=False, AtomLayoutMdQ=1)
 
 
 _forward, _backward = get_jit_cache("tree_fwd"), get_jit_cache("tree_bwd")
@@ -162,7 +154,7 @@ def backward_kernel(arguments: Sequence[torch.Tensor], tables: StageTables, scal
             False,
             is_local=False,
             deterministic=False,
-            tile_m=BACKWARD_QUERY_TILE,
+            tile_m=config.m_block_size,
             tile_n=config.n_block_size,
             Q_stage=config.num_stages_Q,
             dO_stage=config.num_stages_dO,
@@ -176,7 +168,7 @@ def backward_kernel(arguments: Sequence[torch.Tensor], tables: StageTables, scal
             num_threads=(config.num_wg + 1) * 128,
             mask_mod=tables.mask_mod,
             has_aux_tensors=True,
-            subtile_factor=QUERY_TILE // BACKWARD_QUERY_TILE,
+            subtile_factor=QUERY_TILE // config.m_block_size,
             dQ_single_wg=config.dQ_single_wg,
         )
         _backward[key] = cute.compile(
