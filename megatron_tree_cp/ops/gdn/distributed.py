@@ -167,7 +167,8 @@ def backward_states(
         grads[runs + exports :] = dfinal[tables.leaf_ids].to(grads.dtype)
     if tables.exchanges:
         kernel.pass_gradients(prep, tables.exact, into, grads)
-        kernel.pass_gradients(prep, tables.partial, into, grads)
+        # What stands between runs alone: `open` walks them again with all that enters.
+        kernel.pass_gradients(prep, tables.partial, into, grads, keep=False)
         bank = grads.new_zeros(len(part.gradient_bank), *rule.state)
         for entry, heads in enumerate(part.gradient_bank):
             for head in heads:

@@ -204,9 +204,14 @@ def begin_backward(prep: Prepared, dout: torch.Tensor) -> None:
 
 
 def pass_gradients(
-    prep: Prepared, levels: tuple[Level, ...], slots: GradientSlots, gradients: torch.Tensor
+    prep: Prepared,
+    levels: tuple[Level, ...],
+    slots: GradientSlots,
+    gradients: torch.Tensor,
+    keep: bool = True,
 ) -> None:
-    """Walk back over the runs of `levels`, children first: fill block gradients and the slots."""
+    """Walk back over the runs of `levels`, children first: fill the slots, and with `keep` block
+    gradients."""
     assert prep.dout is not None and prep.local is not None
     assert prep.gradients is not None and prep.dwrites is not None
     inputs = (prep.q, prep.k, prep.w, prep.g, prep.dout, prep.local)
@@ -220,6 +225,7 @@ def pass_gradients(
             gradients,
             prep.tables,
             prep.scale,
+            keep,
         )
 
 

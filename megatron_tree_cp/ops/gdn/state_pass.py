@@ -68,8 +68,10 @@ def pass_gradients(
     gradients: torch.Tensor,
     tables: RecurrenceTables,
     scale: float,
+    keep: bool = True,
 ) -> None:
-    """Fill `blocks` and `dwrites` of the level's runs, and their dS_in in `gradients`.
+    """Fill the dS_in of the level's runs in `gradients`, and with `keep` their `blocks` and
+    `dwrites`.
 
     Args:
         inputs: (q, k, w, g, dout, local): `local` [n, Hv, Dv] is the gradient of the writes through
@@ -88,7 +90,14 @@ def pass_gradients(
             *(q, k, w, g, dout, local, blocks, dwrites, gradients, level.runs),
             *(tables.starts, tables.block_offsets, slots.offsets, slots.sources, scale),
         ),
-        {"HK": k.shape[1], "HV": heads, "K": key_dim, "V": value_dim, "BT": tables.chunk},
+        {
+            "HK": k.shape[1],
+            "HV": heads,
+            "K": key_dim,
+            "V": value_dim,
+            "BT": tables.chunk,
+            "KEEP": keep,
+        },
     )
 
 
@@ -104,9 +113,7 @@ def _launch_forward(
 ) -> None:
     k, w, u, g = inputs
     heads, key_dim, value_dim = w.shape[1], k.shape[2], u.shape[2]
-    # A summary is in tf32, twice as wide in shared memory: the narrow tile.
-    states_walked = 0 if summary else heads * len(level.runs)
-    tiles = _tiles(key_dim, value_dim, states_walked, k.device)
+    tiles = _tiles(key_dim, value_dim, heads * len(level.runs), k.device)
     if summary and key_dim > 128:
         tiles = tuple(tile._replace(stages=1) for tile in tiles)
     columns = value_dim + (key_dim if summary else 0)
@@ -118,12 +125,10 @@ def _launch_forward(
         "COLUMNS": columns,
         "BT": tables.chunk,
         "SUMMARY": summary,
-        # Maps of several chunks multiply: operands of the summary keep more than 8 bits.
-        "PRECISION": "tf32" if summary else None,
     }
     _launch(
         _state_kernel,
-        tiles[:1] if summary else tiles,
+        tiles,
         (columns, heads, len(level.runs)),
         (
             *(k, w, u, g, blocks, writes, states, level.runs, tables.starts),
@@ -213,6 +218,16 @@ def _shared_memory(device: torch.device) -> int:
 
 
 @triton.jit
+def _product(a, x, EXACT: tl.constexpr):
+    """a x in fp32, of an fp32 x: rounded to a's dtype, or exactly as the sum of two such parts."""
+    high = x.to(a.dtype)
+    product = tl.dot(a, high)
+    if EXACT and a.dtype != tl.float32:
+        product = tl.dot(a, (x - high.to(tl.float32)).to(a.dtype), acc=product)
+    return product
+
+
+@triton.jit
 def _state_kernel(
     k,
     w,
@@ -235,7 +250,6 @@ def _state_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     SUMMARY: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     tiles: tl.constexpr = (COLUMNS + BV - 1) // BV
     tile = tl.program_id(0) % tiles
@@ -277,20 +291,14 @@ def _state_kernel(
         m_tv = m_t[:, None] & m_u[None, :]
         at_v = (o_t[:, None] * HV + head) * V + o_v[None, :]
         b_u = tl.load(u + at_v, mask=m_tv, other=0.0).to(tl.float32)
-        if SUMMARY:
-            b_write = b_u - tl.dot(b_w.to(tl.float32), state, input_precision=PRECISION)
-        else:
-            b_write = b_u - tl.dot(b_w, state.to(b_w.dtype))
+        b_write = b_u - _product(b_w, state, SUMMARY)
+        if not SUMMARY:
             tl.store(writes + at_v, b_write.to(writes.dtype.element_ty), mask=m_tv)
         last = tl.minimum(first + BT, end) - 1
         g_last = tl.load(g + last.to(tl.int64) * HV + head)
         b_g = tl.load(g + o_t * HV + head, mask=m_t, other=0.0)
         b_write = b_write * tl.where(m_t, tl.exp2(g_last - b_g), 0.0)[:, None]
-        state = state * tl.exp2(g_last)
-        if SUMMARY:
-            state += tl.dot(tl.trans(b_k.to(tl.float32)), b_write, input_precision=PRECISION)
-        else:
-            state += tl.dot(tl.trans(b_k), b_write.to(b_k.dtype))
+        state = state * tl.exp2(g_last) + _product(tl.trans(b_k), b_write, SUMMARY)
 
     if target >= 0:
         tl.store(states + (target * HV + head) * K * COLUMNS + in_state, state, mask=m_state)
@@ -318,6 +326,7 @@ def _gradient_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
+    KEEP: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
@@ -347,8 +356,9 @@ def _gradient_kernel(
         first = begin + chunk * BT
         o_t = (first + tl.arange(0, BT)).to(tl.int64)
         m_t = o_t < end
-        to_block = blocks + ((block + chunk) * HV + head) * K * V + in_state
-        tl.store(to_block, grad.to(blocks.dtype.element_ty), mask=m_state)
+        if KEEP:
+            to_block = blocks + ((block + chunk) * HV + head) * K * V + in_state
+            tl.store(to_block, grad.to(blocks.dtype.element_ty), mask=m_state)
         m_tk = m_t[:, None] & m_k[None, :]
         m_tv = m_t[:, None] & m_v[None, :]
         at_key = (o_t[:, None] * HK + head // (HV // HK)) * K + o_k[None, :]
@@ -360,7 +370,8 @@ def _gradient_kernel(
         b_dw = tl.dot(b_k, grad.to(b_k.dtype))
         b_dw = b_dw * tl.where(m_t, tl.exp2(g_last - b_g), 0.0)[:, None]
         b_dw += tl.load(local + at_v, mask=m_tv, other=0.0).to(tl.float32)
-        tl.store(dwrites + at_v, b_dw.to(dwrites.dtype.element_ty), mask=m_tv)
+        if KEEP:
+            tl.store(dwrites + at_v, b_dw.to(dwrites.dtype.element_ty), mask=m_tv)
         b_q = tl.load(q + at_key, mask=m_tk, other=0.0)
         b_do = tl.load(dout + at_v, mask=m_tv, other=0.0).to(tl.float32)
         b_do = b_do * tl.where(m_t, tl.exp2(b_g) * scale, 0.0)[:, None]

@@ -118,9 +118,14 @@ def begin_backward(prep: Prepared, dout: torch.Tensor) -> None:
 
 
 def pass_gradients(
-    prep: Prepared, levels: tuple[Level, ...], slots: GradientSlots, gradients: torch.Tensor
+    prep: Prepared,
+    levels: tuple[Level, ...],
+    slots: GradientSlots,
+    gradients: torch.Tensor,
+    keep: bool = True,
 ) -> None:
-    """Walk back over the runs of `levels`, children first: fill `prep.gradients` and the slots.
+    """Walk back over the runs of `levels`, children first: fill the slots, and with `keep`
+    `prep.gradients`.
 
     `gradients` [slots, Hv, Dk, Dv] holds what enters from outside in the slots of exports and
     leaves; every run leaves its dS_in in its own slot.
@@ -138,7 +143,8 @@ def pass_gradients(
             count = level.active[chunk]
             block = offsets[runs[:count]] + chunk
             end = grad[:count]
-            prep.gradients[block] = end
+            if keep:
+                prep.gradients[block] = end
             writes = dwrites[block] + prep.keys[block] @ end
             grad[:count] = (
                 prep.decay[block][:, :, None, None] * end
