@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> None:
 
     from ..bench.calibration.component import Component, Sample, collect
     from ..bench.calibration.fit import fit_profile
+    from ..bench.calibration.head_dims import head_dim_component
     from ..bench.calibration.links import link_components
     from ..bench.calibration.measure import Workload, device_components
     from ..bench.calibration.recurrence import chained_components, recurrent_components
@@ -78,7 +79,10 @@ def run(args: argparse.Namespace) -> None:
     sizes = (args.hidden_size, args.ffn_size, scale)
     work = Workload(*attention_heads(args.heads), dtype, args.impl, *sizes)
     with ranks(args) as here:
-        components = device_components(work, here.device)
+        components = [
+            *device_components(work, here.device),
+            head_dim_component(work, here.device),
+        ]
         gdn = recurrent_components(dtype, scale, here.device) if args.gdn else []
         samples: dict[str, list[Sample]] = {}
         if args.resume:

@@ -53,6 +53,10 @@ class CostProfile:
     backward_window_factor: float = 1.0
     """The same in the backward."""
 
+    head_dim_factors: tuple[tuple[int, float, float], ...] = ()
+    """(key head dim, forward, backward): time of a FLOP of pairs over one at the heads that were
+    calibrated. A head dim takes the nearest (by ratio), the smaller of two as near."""
+
     forward_launch_ms: float = 0.03
     """Fixed cost of one forward stage (mask tables, launches)."""
 
@@ -180,7 +184,7 @@ class CostProfile:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in ("name", "exchange_sizes") or value is None:
+            if field.name in ("name", *_TABLES) or value is None:
                 continue
             positive = field.name.endswith("_per_ms") or field.name in (
                 "ranks_per_node",
@@ -196,12 +200,18 @@ class CostProfile:
                 "CostProfile: ranks_per_node must be a whole number of CP ranks, got "
                 f"{self.ranks_per_node}"
             )
-        sizes = tuple(tuple(entry) for entry in self.exchange_sizes)
-        object.__setattr__(self, "exchange_sizes", sizes)
+        for name in _TABLES:
+            object.__setattr__(self, name, tuple(tuple(entry) for entry in getattr(self, name)))
+        sizes, dims = self.exchange_sizes, self.head_dim_factors
         if any(len(e) != 3 or e[0] < 2 or e[1] < 0 or e[2] <= 0 for e in sizes):
             raise ValueError(
                 "CostProfile: exchange_sizes must hold (CP size from 2, latency ms from 0, bytes "
                 f"per ms above 0), got {sizes}"
+            )
+        if any(len(e) != 3 or min(e) <= 0 for e in dims):
+            raise ValueError(
+                "CostProfile: head_dim_factors must hold (head dim, forward and backward factor), "
+                f"all above 0, got {dims}"
             )
 
     @property
@@ -211,14 +221,27 @@ class CostProfile:
 
     def exchange_rates(self, cp_size: int) -> tuple[float, float]:
         """(latency ms, bytes per ms) of an all-to-all between ``cp_size`` ranks of a node."""
-        if not self.exchange_sizes:
-            return self.exchange_latency_ms, self.exchange_bytes_per_ms
+        default = (self.exchange_latency_ms, self.exchange_bytes_per_ms)
+        return _nearest(self.exchange_sizes, cp_size, default)
 
-        def distance(entry: tuple[int, float, float]) -> tuple[float, int]:
-            return max(entry[0] / cp_size, cp_size / entry[0]), entry[0]
+    def head_dim_factor(self, head_dim: int) -> tuple[float, float]:
+        """(forward, backward) factor of a pair's time at a key head dim."""
+        return _nearest(self.head_dim_factors, head_dim, (1.0, 1.0))
 
-        _, latency, rate = min(self.exchange_sizes, key=distance)
-        return latency, rate
+
+_TABLES = ("exchange_sizes", "head_dim_factors")
+"""Fields that are rows of three numbers, by the first."""
+
+
+def _nearest(
+    table: tuple[tuple[int, float, float], ...], size: int, default: tuple[float, float]
+) -> tuple[float, float]:
+    """What a table holds for the size nearest by ratio, the smaller of two as near."""
+
+    def distance(entry: tuple[int, float, float]) -> tuple[float, int]:
+        return max(entry[0] / size, size / entry[0]), entry[0]
+
+    return min(table, key=distance)[1:] if table else default
 
 
 def profile_of(coefficients: Mapping[str, Any], origin: str) -> CostProfile:
@@ -231,7 +254,7 @@ def profile_of(coefficients: Mapping[str, Any], origin: str) -> CostProfile:
     for name, value in values.items():
         if name not in kinds:
             raise InputError(f"{origin}: unknown coefficient {name!r}; known: {', '.join(kinds)}")
-        if name == "exchange_sizes":
+        if name in _TABLES:
             if not isinstance(value, list) or not all(_is_row_of_numbers(e) for e in value):
                 raise InputError(f"{origin}: {name}: {value!r} is no list of number triples")
             values[name] = tuple(tuple(entry) for entry in value)

@@ -112,13 +112,14 @@ class LayerRates:
         """Rates of ``layer`` with its heads divided over ``tp_size`` ranks."""
         flops = layer.pair_flops / tp_size
         kv_heads = max(layer.kv_heads / tp_size, 1.0)  # fewer heads than ranks are replicated
-        window = (1.0, 1.0)
+        ahead, back = profile.head_dim_factor(layer.head_dim)
         if layer.window is not None:
-            window = (profile.forward_window_factor, profile.backward_window_factor)
+            ahead *= profile.forward_window_factor
+            back *= profile.backward_window_factor
         return cls(
             profile,
-            forward_pair_ms=flops / profile.forward_flops_per_ms * window[0],
-            backward_pair_ms=2.5 * flops / profile.backward_flops_per_ms * window[1],
+            forward_pair_ms=flops / profile.forward_flops_per_ms * ahead,
+            backward_pair_ms=2.5 * flops / profile.backward_flops_per_ms * back,
             pair_flops=flops,
             kv_bytes=kv_heads * (layer.head_dim + layer.value_width) * dtype_bytes,
             output_bytes=layer.query_heads / tp_size * layer.value_width * dtype_bytes,

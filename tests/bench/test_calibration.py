@@ -6,6 +6,7 @@ import torch
 
 from megatron_tree_cp.bench.calibration.component import Case, Component, Sample, collect
 from megatron_tree_cp.bench.calibration.fit import fit_component, fit_profile
+from megatron_tree_cp.bench.calibration.head_dims import head_dim_component
 from megatron_tree_cp.bench.calibration.measure import (
     RAMPS,
     Workload,
@@ -114,6 +115,27 @@ class KnownClock:
 @pytest.fixture(scope="module")
 def components():
     return device_components(WORK, torch.device("cpu"))
+
+
+def test_head_dims_are_priced_beside_the_calibrated_one():
+    class Clock:
+        def sample(self, component, case):
+            ((name, flops),) = case.features.items()
+            way, _, dim = name.partition("_")
+            cost = {"64": 1.2, "128": 1.0, "256": 0.8}[dim] * (1 if way == "forward" else 3)
+            ms = 1e-9 * cost * flops
+            return Sample(case.label, case.features, ms, ms)
+
+    (work, device) = Workload(scale=16), torch.device("cpu")
+    component = head_dim_component(work, device)
+    cases = list(component.cases())
+    assert len(cases) == 18 and all(len(case.features) == 1 for case in cases)
+    assert len({round(sum(case.features.values())) for case in cases}) == 3  # equal FLOPs
+    fields, (fit,) = fit_profile([component], gather([component], Clock()))
+    for dim, forward, backward in fields["head_dim_factors"]:
+        want = {64: 1.2, 128: 1.0, 256: 0.8}[dim]
+        assert (forward, backward) == pytest.approx((want, want))
+    assert fit.held_out_error["worst"] < 1e-9
 
 
 def gather(components, watch, tell=lambda line: None):

@@ -75,6 +75,7 @@ def test_versioned_document(tmp_path):
         ({"coefficients": {"name": 1}}, "name: 1 is no text"),
         ({"coefficients": {"exchange_sizes": [[2, 1]]}}, "no list of number triples"),
         ({"coefficients": {"exchange_sizes": [[1, 0.1, 1e8]]}}, "CP size from 2"),
+        ({"coefficients": {"head_dim_factors": [[64, 1.0, 0]]}}, "all above 0"),
     ],
 )
 def test_refuses_documents(tmp_path, change, message):

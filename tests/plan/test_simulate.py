@@ -182,6 +182,17 @@ def test_backward_coefficients_default_to_the_forwards():
         assert got == pytest.approx([backward])
 
 
+def test_a_head_dim_takes_the_factors_of_the_nearest():
+    load = StageLoad(np.array([4]), None, np.array([2]), np.array([5]))
+    plain = rates(PROFILE)
+    factors = ((LAYER.head_dim, 2.0, 3.0), (LAYER.head_dim * 64, 7.0, 7.0))
+    priced = rates(replace(PROFILE, head_dim_factors=factors))
+    assert priced.forward_pair_ms == 2 * plain.forward_pair_ms
+    assert priced.backward_pair_ms == 3 * plain.backward_pair_ms
+    assert priced.stage_ms(load) > plain.stage_ms(load)
+    assert CostProfile(head_dim_factors=factors).head_dim_factor(LAYER.head_dim * 63) == (7.0, 7.0)
+
+
 def test_exchange_takes_the_rates_of_its_size():
     profile = replace(PROFILE, exchange_sizes=((2, 1.0, 1.0), (4, 2.0, 4.0)))
     for ranks, ms in ((2, 1 + 8), (4, 2 + 2)):

@@ -73,7 +73,7 @@ class Workload:
 
 def device_components(work: Workload, device: torch.device) -> list[Component]:
     """What one device tells, in the order in which the fits need each other."""
-    bench = _Bench(work, device)
+    bench = DeviceBench(work, device)
     head = ("launch", "flops", "local_flops", "remote_flops", "window_flops")
     tiles = (*head, "tile_flops", "hidden_flops")
     ramps = tuple(ramp / work.scale for ramp in RAMPS)
@@ -113,7 +113,7 @@ def device_components(work: Workload, device: torch.device) -> list[Component]:
 _COPIES = tuple(f"{step}_{what}" for step in ("copy", *STEPS) for what in ("launch", "bytes"))
 
 
-class _Bench:
+class DeviceBench:
     """Cases of one workload on one device."""
 
     def __init__(self, work: Workload, device: torch.device) -> None:

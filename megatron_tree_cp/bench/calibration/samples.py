@@ -88,6 +88,11 @@ def stage_cases(scale: int) -> Iterator[StageCase]:
                 yield from _cases(name, tree, ranks, slabs, window, 1, ranks - 1)
 
 
+def chain_case(length: int) -> StageCase:
+    """One chain on one rank."""
+    return next(_cases(f"chain {length}", PackedTree([length], [-1]), 1, 1, None, 0, 0))
+
+
 def _families(prefix: int, branches: int, length: int, tokens: int) -> PackedTree:
     lengths: list[int] = []
     parents: list[int] = []
