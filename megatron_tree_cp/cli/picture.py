@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..plan.cost import CostModel
 from ..plan.profile import CostProfile
 from ..plan.row_plan import RowPlan
 from ..plan.runs import RunTable
-from ..plan.timeline import LayerTimeline, layer_timelines
+from ..plan.timeline import LayerTimeline, layer_timelines, recurrent_loads
 
 PALETTE = ("#4477c8", "#e08a2e", "#3f9b64", "#cf5161", "#8566b8", "#2fa5ae", "#c85fa3", "#8c7a2f")
 
@@ -23,11 +24,15 @@ KINDS = {
     "tokens": ("token-local", "#b9c3cf"),
     "merge": ("merge", "#3f9b64"),
     "copies": ("pack, delta, accumulate", "#d3b24a"),
+    "conv": ("convolution", "#6c8f3c"),
+    "chunks": ("chunks of all tokens", "#5aa7c7"),
+    "states": ("passes over states", "#8c5a3c"),
+    "summary": ("summaries for other ranks", "#d98f7a"),
     "exchange": ("exchange", "#cf5161"),
     "wait": ("waiting", "#eceff3"),
 }
 
-_COPIES = ("pack", "assemble", "delta", "accumulate")
+_COPIES = ("pack", "assemble", "delta", "accumulate", "launch")
 
 MAX_CELLS = 1600
 """Pixels of a side within which pieces of the tree picture that fall together are drawn once."""
@@ -74,11 +79,19 @@ class Picture:
 
 def kind_of(kind: str) -> str:
     """The key of ``KINDS`` under which a timeline's step is drawn."""
+    if kind == "compose":
+        return "states"
     return "copies" if kind in _COPIES else kind
 
 
-def attention_ends(line: LayerTimeline) -> dict[str, float]:
-    """How far to draw each pass: the last attention step, and a little of what follows."""
+def kinds_of(*timelines: LayerTimeline) -> tuple[str, ...]:
+    """The keys of ``KINDS`` that timelines show, waiting included."""
+    shown = {kind_of(step.kind) for line in timelines for step in line.steps}
+    return tuple(kind for kind in KINDS if kind in shown or kind == "wait")
+
+
+def mixer_ends(line: LayerTimeline) -> dict[str, float]:
+    """How far to draw each pass: the mixer's last step, and a little of what follows."""
     result = {}
     for direction in ("forward", "backward"):
         steps = [s.end for s in line.steps if s.direction == direction and s.kind != "tokens"]
@@ -127,6 +140,7 @@ def picture(
         ("waves", waves or "none"),
         ("keys and values moved", f"{moved / 2**20:,.1f} MiB a layer"),
         ("peak of a rank", f"{predicted.peak_bytes.max() / 2**30:.2f} GiB"),
+        *_recurrent_figures(plan),
         ("planned in", f"{planning_ms:.1f} ms"),
         ("cost profile", profile.name),
         ("digest", plan.digest[:16]),
@@ -141,6 +155,11 @@ def picture(
                 np.zeros((plan.cp_size, plan.cp_size), np.int64),
             )
             traffic.append((layer.name, counts * _row_bytes(plan, layer)))
+    if plan.cp_size > 1 and plan.model.recurrent_classes:
+        loads = recurrent_loads(plan)
+        rates = CostModel(plan.model, profile, plan.tp_size).recurrent_rates
+        for layer, (_, rate) in zip(plan.model.recurrent_classes, rates, strict=True):
+            traffic.append((layer.name, rate.moved_bytes(loads).T))
     return Picture(
         title=title,
         figures=figures,
@@ -156,6 +175,16 @@ def picture(
         timelines=timelines,
         split=_split(plan, timelines),
         tried=_tried(plan),
+    )
+
+
+def _recurrent_figures(plan: RowPlan) -> tuple[tuple[str, str], ...]:
+    if not plan.model.recurrent_classes:
+        return ()
+    own = "of their own" if plan.recurrent_layout != "main" else "the row's"
+    return (
+        ("runs continued from other ranks", f"{plan.predicted.chained_runs:,}"),
+        ("layout of recurrent layers", own),
     )
 
 

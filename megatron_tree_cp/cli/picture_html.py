@@ -7,7 +7,7 @@ from html import escape
 
 import numpy as np
 
-from .picture import KINDS, Picture, attention_ends, kind_of
+from .picture import KINDS, Picture, kind_of, kinds_of, mixer_ends
 from .picture_ticks import ticks
 
 WIDTH = 1080
@@ -165,11 +165,11 @@ def _tree(picture: Picture) -> str:
 
 
 def _timelines(picture: Picture) -> str:
-    content = [_key([v for k, v in KINDS.items()])]
+    content = [_key([KINDS[kind] for kind in kinds_of(*picture.timelines)])]
     lane = 26 if picture.cp_size <= 8 else 17 if picture.cp_size <= 16 else 11
     thin = lane * 0.24
     for line in picture.timelines:
-        ends = attention_ends(line)
+        ends = mixer_ends(line)
         second = LEFT + (WIDTH - LEFT - 24) * ends["forward"] / sum(ends.values()) + 24
         span = {"forward": (LEFT, second - 24), "backward": (second, WIDTH)}
         height = picture.cp_size * lane + 18
@@ -204,9 +204,9 @@ def _timelines(picture: Picture) -> str:
         content.append(f"<h3>{escape(name)}</h3>")
         content.append(_svg(height + 18, parts))
     note = (
-        "One layer of each attention class in the executor's order, as the planner priced it: "
-        "compute above, exchanges as thin bars below; later waves are lighter. Token-local work "
-        "is cut off on the right. Hover for times."
+        "One layer of each class in the executor's order, as the planner priced it: compute above, "
+        "exchanges as thin bars below; later waves are lighter. Token-local work is cut off on the "
+        "right. Hover for times."
     )
     return _section("Predicted timeline", note, *content)
 
@@ -231,8 +231,8 @@ def _split(picture: Picture) -> str:
             x += ms * scale
     return _section(
         "Where the time goes",
-        "Forward and backward of all attention layers; waiting is for keys that have not arrived "
-        "and for slower ranks.",
+        "Forward and backward of all layers drawn above; waiting is for keys or states that have "
+        "not arrived and for slower ranks.",
         _svg(height + 18, parts),
     )
 
@@ -243,8 +243,8 @@ def _traffic(picture: Picture) -> str:
         return ""
     return _section(
         "Bytes between ranks",
-        "MiB of keys and values that one layer sends forward; backward returns their gradients "
-        "the other way.",
+        "MiB of keys and values, or of states and halos, that one layer sends forward; backward "
+        "returns their gradients the other way.",
         f'<div class="two">{"".join(parts)}</div>',
     )
 

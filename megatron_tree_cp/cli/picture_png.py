@@ -7,7 +7,7 @@ from textwrap import wrap
 
 import numpy as np
 
-from .picture import KINDS, Picture, attention_ends, kind_of
+from .picture import KINDS, Picture, kind_of, kinds_of, mixer_ends
 from .picture_ticks import ticks
 
 INK, MUTED, WAIT = "#1f2933", "#5f6c7b", "#eceff3"
@@ -53,7 +53,7 @@ def png_image(picture: Picture) -> bytes:
         title = f"Predicted timeline of one layer, {line.name}"
         _timeline(panel(2 + n, title), picture, line)
     at = 2 + len(picture.timelines)
-    _split(panel(at, "Where the time goes, all attention layers, ms"), picture)
+    _split(panel(at, "Where the time goes, all layers above, ms"), picture)
     if picture.traffic:
         name, sent = picture.traffic[0]
         _matrix(panel(at + 1, f"MiB from (row) to (column), {name}", width=0.3), sent)
@@ -111,7 +111,7 @@ def _strip(axes, picture: Picture) -> None:
 
 
 def _timeline(axes, picture: Picture, line) -> None:
-    ends = attention_ends(line)
+    ends = mixer_ends(line)
     gap = 0.03 * sum(ends.values())
     start = {"forward": 0.0, "backward": ends["forward"] + gap}
     boxes: list[tuple[float, float, float, float]] = []
@@ -140,7 +140,7 @@ def _timeline(axes, picture: Picture, line) -> None:
     for label in axes.get_xticklabels():
         if label.get_text().endswith("ms"):
             label.set_horizontalalignment("left")
-    handles = [_patch(colour, name) for name, colour in KINDS.values()]
+    handles = [_patch(colour, name) for name, colour in (KINDS[k] for k in kinds_of(line))]
     axes.legend(
         handles=handles, ncols=8, fontsize=6.5, frameon=False, loc="lower right",
         bbox_to_anchor=(1.01, 0.98), handlelength=1, columnspacing=1,

@@ -14,7 +14,6 @@ from ..plan.row_plan import RowPlan
 from .row_source import (
     RowPlanner,
     add_plan_arguments,
-    add_recurrent_arguments,
     add_row_arguments,
     named_rows,
 )
@@ -23,7 +22,6 @@ from .row_source import (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_row_arguments(parser)
     add_plan_arguments(parser)
-    add_recurrent_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a row, a line each")
 
 

@@ -53,11 +53,6 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--token-flops", type=float, metavar="X", help="of that work; 0 plans attention alone")
     add("--device", default="H200", metavar="NAME", help="plan for this device's shipped costs")
     add("--profile", metavar="FILE", help="cost profile (JSON) in their place")
-
-
-def add_recurrent_arguments(parser: argparse.ArgumentParser) -> None:
-    """Gated DeltaNet layers of the model that is planned for."""
-    add = parser.add_argument
     add("--gdn-layers", type=int, default=0, metavar="N", help="Gated DeltaNet layers beside")
     add("--gdn-heads", default="16/32/128/128", metavar="K/V/DK/DV", help="their heads and dims")
     add(
@@ -112,35 +107,33 @@ class RowPlanner:
         self.model = _model(args)
         self.profile = load_profile(args.profile) if args.profile else profile_for(args.device)[0]
         self._parallel = {"tp_size": args.tp_size, "waves": args.waves}
-        self._cp_size, self._islands = args.cp_size, getattr(args, "islands", 0)
+        self._cp_size, self._islands = args.cp_size, args.islands
         # The planner lives in long-lived workers: what numpy loads at first use is no planning.
         plan_row(PackedTree([300, 200, 100], [-1, 0, 0]), 2)
 
     def plan(self, row: NamedRow) -> tuple[RowPlan, float]:
         """The plan of a row, and the wall ms from its tree to the plan and its digest."""
         begin = time.perf_counter()
-        if self._islands:
-            where = (self._cp_size, self._islands, self.model, self.profile)
-            try:
-                plan = plan_row_with_islands(row.tree, *where, **self._parallel)
-            except ValueError as error:
-                raise InputError(f"--islands {self._islands}: {error}") from error
-        else:
-            plan = plan_row(row.tree, self._cp_size, self.model, self.profile, **self._parallel)
+        where = (self._cp_size, self._islands, self.model, self.profile)
+        try:
+            plan = plan_row_with_islands(row.tree, *where, **self._parallel)
+        except ValueError as error:
+            if not self._islands:
+                raise
+            raise InputError(f"--islands {self._islands}: {error}") from error
         _ = plan.digest  # a plan without one cannot be used
         return plan, (time.perf_counter() - begin) * 1e3
 
 
 def _recurrent(args: argparse.Namespace) -> tuple[LayerClass, ...]:
-    layers = getattr(args, "gdn_layers", 0)
-    if not layers:
+    if not args.gdn_layers:
         return ()
     key_heads, value_heads, key_dim, value_dim = gdn_heads(args.gdn_heads)
     return (
         LayerClass(
             "gdn",
             kind="gdn",
-            layers=layers,
+            layers=args.gdn_layers,
             query_heads=key_heads,
             kv_heads=value_heads,
             head_dim=key_dim,

@@ -14,7 +14,6 @@ import numpy as np
 
 from ..plan.islands import plan_row_with_islands
 from ..plan.model import ModelShape
-from ..plan.planner import plan_row
 from ..plan.profile import CostProfile
 from ..plan.recurrence_tables import RecurrentRow, recurrent_row
 from ..plan.row_plan import RowPlan
@@ -71,8 +70,6 @@ class PlanRecipe:
     def plan_row(self, tree: PackedTree) -> RowPlan:
         """The plan of one row; ValueError as of ``plan.plan_row``."""
         shape = self.model, self.profile, self.tp_size, self.waves, self.granule
-        if not self.islands:
-            return plan_row(tree, self.cp_size, *shape)
         return plan_row_with_islands(
             tree, self.cp_size, self.islands, *shape, force=self.force_islands
         )

@@ -22,7 +22,7 @@ from .model import LayerClass
 from .profile import CostProfile
 from .recurrence import CHUNK
 from .recurrence_loads import ExchangeLoads, PassLoads, RecurrenceLoads
-from .simulate import exchange_ms, link_masks
+from .simulate import Recorder, exchange_ms, link_masks
 from .values import Array
 
 
@@ -49,6 +49,30 @@ class _Traffic:
             token_back=10 * key + values * (9 * key_dim + 10 * value_dim + 2 * CHUNK + 2 * state),
             chunk=CHUNK * (key + values * (key_dim + 2 * value_dim + state)),
         )
+
+
+class _Pass:
+    """One direction of a layer: when every rank is done with the steps so far."""
+
+    def __init__(self, direction: str, cp_size: int, record: Recorder | None) -> None:
+        self.direction, self.record, self.at = direction, record, np.zeros(cp_size)
+
+    def do(self, kind: str, ms: Array | float) -> None:
+        """A step that every rank takes after its last one."""
+        begin, self.at = self.at, self.at + ms
+        if self.record:
+            self.record(self.direction, kind, -1, begin, self.at)
+
+    def exchange(self, ms: float) -> float:
+        """When an exchange ends that starts once every rank has come here; none waits yet."""
+        begin = self.at.max()
+        if self.record:
+            self.record(self.direction, "exchange", 0, np.asarray(begin), np.asarray(begin + ms))
+        return float(begin + ms)
+
+    def wait(self, until: float) -> None:
+        """No rank goes on before."""
+        self.at = np.maximum(self.at, until)
 
 
 @dataclass(frozen=True)
@@ -127,48 +151,70 @@ class GdnRates:
         work = np.maximum(longest * self.step_ms, chunks * self.chunk_ms + runs * self.fork_ms)
         return np.asarray(np.where(chunks > 0, self.profile.gdn_level_ms + work, 0.0))
 
-    def layer_ms(self, loads: RecurrenceLoads) -> tuple[Array, Array]:
-        """(forward, backward) ms of one layer per rank, waits included: float64[cp] each."""
-        cp_size, profile = len(loads.tokens), self.profile
+    def layer_ms(
+        self, loads: RecurrenceLoads, record: Recorder | None = None
+    ) -> tuple[Array, Array]:
+        """(forward, backward) ms of one layer per rank, waits included: float64[cp] each.
+
+        ``record`` is told every step as `simulate.layer_ms` tells it.
+        """
+        profile, turn = self.profile, self.profile.gdn_pass_backward_factor
+        forward, backward = (
+            _Pass(way, len(loads.tokens), record) for way in ("forward", "backward")
+        )
 
         def walk(phase: str) -> Array:
             one: PassLoads = loads.passes[phase]
             ms = self.pass_ms(one.longest, one.chunks, one.runs)
-            return np.bincount(one.rank, weights=ms, minlength=cp_size)
+            return np.bincount(one.rank, weights=ms, minlength=len(loads.tokens))
 
         halo = 0.0
         if loads.exchanges and self.halo_rows:
             halo = self._exchange_ms(loads.heads * (self.halo_rows * self.row_bytes))
-        tokens = loads.tokens * self.token_ms
-        conv = loads.tokens * self.conv_ms
+        conv, tokens = loads.tokens * self.conv_ms, loads.tokens * self.token_ms
+        conv_back = conv * profile.gdn_conv_backward_factor
         tokens_back = loads.tokens * self.token_back_ms
-        forward = profile.gdn_layer_ms + halo + conv + tokens / 2
-        backward = profile.gdn_layer_ms + halo + conv * profile.gdn_conv_backward_factor
-        backward = backward + tokens_back / 2 + walk("every")
-        turn = profile.gdn_pass_backward_factor
+        for way, conv_ms, tokens_ms in (
+            (forward, conv, tokens),
+            (backward, conv_back, tokens_back),
+        ):
+            way.do("launch", profile.gdn_layer_ms)
+            way.do("exchange", halo)
+            way.do("conv", conv_ms)
+            way.do("chunks", tokens_ms / 2)
+        backward.do("states", walk("every"))
         if loads.exchanges:
-            forward = self._around(
-                forward + walk("early") + self.summary_factor * walk("summary"),
-                loads.forward,
-                beside=walk("rest"),
-                after=walk("late"),
-            )
-            backward = self._around(
-                backward + turn * (walk("exact") + walk("partial")),
-                loads.backward,
-                beside=turn * walk("rest"),
-                after=turn * walk("open"),
-            )
+            forward.do("states", walk("early"))
+            forward.do("summary", self.summary_factor * walk("summary"))
+            arrival = forward.exchange(self._moved_ms(loads.forward))
+            forward.do("states", walk("rest"))
+            forward.wait(arrival)
+            forward.do("compose", loads.forward.products * profile.gdn_compose_ms)
+            forward.do("states", walk("late"))
+            backward.do("states", turn * (walk("exact") + walk("partial")))
+            arrival = backward.exchange(self._moved_ms(loads.backward))
+            backward.do("states", turn * walk("rest"))
+            backward.wait(arrival)
+            backward.do("compose", loads.backward.products * profile.gdn_compose_ms)
+            backward.do("states", turn * walk("open"))
         else:
-            forward, backward = forward + walk("rest"), backward + turn * walk("rest")
-        return forward + tokens / 2, backward + tokens_back / 2
+            forward.do("states", walk("rest"))
+            backward.do("states", turn * walk("rest"))
+        forward.do("chunks", tokens / 2)
+        backward.do("chunks", tokens_back / 2)
+        return forward.at, backward.at
 
-    def _around(self, before: Array, exchange: ExchangeLoads, beside: Array, after: Array) -> Array:
-        """Work before an exchange, beside it, and after it with the composition."""
-        moved = exchange.states * self.state_bytes + exchange.transfers * self.transfer_bytes
-        arrived = before.max() + self._exchange_ms(moved)
-        composed = exchange.products * self.profile.gdn_compose_ms
-        return np.asarray(np.maximum(before + beside, arrived) + composed + after)
+    def moved_bytes(self, loads: RecurrenceLoads) -> Array:
+        """Bytes that a layer's forward moves, halos and states: float64[cp, cp] by [destination,
+        source]."""
+        halos = loads.heads * (self.halo_rows * self.row_bytes)
+        return np.asarray(halos + self._moved(loads.forward))
+
+    def _moved(self, exchange: ExchangeLoads) -> Array:
+        return exchange.states * self.state_bytes + exchange.transfers * self.transfer_bytes
+
+    def _moved_ms(self, exchange: ExchangeLoads) -> float:
+        return self._exchange_ms(self._moved(exchange))
 
     def _exchange_ms(self, moved: Array) -> float:
         """An all-to-all of bytes [destination, source]."""

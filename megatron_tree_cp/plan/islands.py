@@ -36,17 +36,19 @@ def plan_row_with_islands(
 ) -> RowPlan:
     """Plan one row whose recurrent layers form ``islands`` runs without attention between them.
 
-    The result is what `plan_row` gives, unless a second layout is predicted to win: then
-    ``layouts["gdn"]`` holds the islands' tokens, ``layouts["main"]`` is for the other layers alone,
-    and ``predicted`` counts the exchanges between them. ``force`` takes the second layout whatever
-    it costs, for tests and measurements. One rank has one layout. With more ranks
-    ``predicted.candidates`` ends with both totals. Token-local work of an average layer goes with
-    every recurrent layer.
+    The result is what `plan_row` gives for ``islands`` 0, and for more too unless a second layout
+    is predicted to win: then ``layouts["gdn"]`` holds the islands' tokens, ``layouts["main"]`` is
+    for the other layers alone, and ``predicted`` counts the exchanges between them. ``force`` takes
+    the second layout whatever it costs, for tests and measurements. One rank has one layout. With
+    more ranks ``predicted.candidates`` ends with both totals. Token-local work of an average layer
+    goes with every recurrent layer.
 
-    Raises ``ValueError`` as `plan_row` does, for a model without recurrent layers or without
-    others, when ``islands`` is not between 1 and the number of recurrent layers, and when two
+    Raises ``ValueError`` as `plan_row` does; with ``islands`` for a model without recurrent layers
+    or without others, when it is not between 0 and the number of recurrent layers, and when two
     layouts are forced and do not fit.
     """
+    if not islands:
+        return plan_row(tree, cp_size, model, profile, tp_size, waves, granule)
     profile = CostProfile() if profile is None else profile
     inside, outside = _split(model, islands)
     together = plan_row(tree, cp_size, model, profile, tp_size, waves, granule)

@@ -6,19 +6,24 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_tree_cp.bench.presets import preset_tree
 from megatron_tree_cp.cli import main
-from megatron_tree_cp.cli.picture import attention_ends, kind_of, picture, rank_colours
+from megatron_tree_cp.cli.picture import kind_of, kinds_of, mixer_ends, picture, rank_colours
 from megatron_tree_cp.cli.picture_html import html_page
 from megatron_tree_cp.cli.picture_ticks import ticks
 from megatron_tree_cp.plan import CostProfile, LayerClass, ModelShape, plan_row
+from megatron_tree_cp.plan.layout import Layout
 from megatron_tree_cp.plan.timeline import layer_timelines
 from megatron_tree_cp.tree import PackedTree
 
 HOSTILE = '<script>alert("x")</script><img src=http://x.example/a onerror=alert(1)>'
 MODEL = ModelShape(classes=(LayerClass("global"), LayerClass("w777", window=777, layers=3)))
+
+
+GDN = {"query_heads": 2, "kv_heads": 4, "head_dim": 32, "value_dim": 32}
 
 
 class Page(HTMLParser):
@@ -74,6 +79,36 @@ def test_timelines_end_when_the_plan_says(name, waves):
                 waves_seen = [s.wave for s in steps if s.kind == "exchange"]
                 assert waves_seen == list(range(plan.attention[line.name].num_waves))
     assert total == pytest.approx(plan.predicted.total_ms)
+
+
+@pytest.mark.parametrize("name", ["deep", "one_chain"])
+def test_recurrent_layers_are_drawn_as_they_are_priced(name):
+    """With attention: one timeline each, whose ends are the plan's, and the states that travel."""
+    profile = CostProfile()
+    classes = (LayerClass("global"), LayerClass("gdn", kind="gdn", layers=3, **GDN))
+    plan = plan_row(
+        preset_tree(name, 4, num_tokens=30_000), 4, ModelShape(classes=classes), profile
+    )
+    lines = {line.name: line for line in layer_timelines(plan, profile)}
+    total = sum(line.layers * (line.forward_ms + line.backward_ms) for line in lines.values())
+    assert total == pytest.approx(plan.predicted.total_ms)
+    shown = kinds_of(lines["gdn"])
+    assert {"conv", "chunks", "states", "summary", "exchange"} <= set(shown)
+    assert "local" not in shown and "states" not in kinds_of(lines["global"])
+    drawn = picture("row", plan, profile, 1.0)
+    chained = plan.predicted.chained_runs
+    assert chained and str(chained) in dict(drawn.figures).values()
+    check_page(html_page(drawn))
+
+
+def test_a_state_and_a_halo_travel_from_the_run_above():
+    layout = Layout.from_pieces(np.array([0, 100, 200]), np.array([0, 1]), 2, 1)
+    model = ModelShape(classes=(LayerClass("gdn", kind="gdn", **GDN),))
+    plan = plan_row(PackedTree([200], [-1]), 2, model, layout=layout)
+    ((_, moved),) = picture("row", plan, CostProfile(), 1.0).traffic
+    halo = 3 * (2 * 2 * 32 + 4 * 32) * 2  # rows of q, k and v in bf16
+    state = 4 * 32 * 32 * 4
+    assert moved.tolist() == [[0, halo + state], [0, 0]]
 
 
 def test_the_split_adds_up_to_the_total():
@@ -175,4 +210,4 @@ def test_ticks_and_colours():
         assert len(set(rank_colours(size))) == size
     assert kind_of("delta") == "copies" and kind_of("local") == "local"
     _, drawn = draw(PackedTree([9], [-1]), 1)
-    assert all(end > 0 for line in drawn.timelines for end in attention_ends(line).values())
+    assert all(end > 0 for line in drawn.timelines for end in mixer_ends(line).values())

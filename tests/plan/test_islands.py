@@ -86,7 +86,7 @@ def test_one_rank_has_no_islands():
     [
         ((ATTENTION,), 1, "no recurrent"),
         ((RECURRENT,), 1, "no other"),
-        ((ATTENTION, RECURRENT), 0, "1 to 6"),
+        ((ATTENTION, RECURRENT), -1, "1 to 6"),
         ((ATTENTION, RECURRENT), 7, "1 to 6"),
     ],
 )
