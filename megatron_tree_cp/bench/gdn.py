@@ -13,14 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from ..comm.context import TreeContext
 from ..ops.gdn.conv_tables import conv_tables
 from ..ops.gdn.tables import recurrence_plan, recurrence_tables
-from ..plan.layout import Layout
 from ..plan.planner import plan_row
 from ..plan.profile import CostProfile
 from ..plan.row_plan import RowPlan
@@ -41,12 +39,10 @@ from .gdn_layer import (
     tree_operators,
 )
 from .kernel_times import KernelTime, kernel_times
-from .presets import preset_tree
+from .presets import crossing_layout
 from .timing import Clock
 
 Say = Callable[[str], None]
-CHECK_TOKENS = 2048
-"""Of the checked row, per rank."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +75,6 @@ class RowResult:
     """During this row, of the rank that compiled most."""
 
 
-def check_tree(preset: str, cp_size: int, row: int, tokens: int | None) -> PackedTree:
-    """A small row with the branches of a preset's row: segments shrunk, a few families kept."""
-    tree = preset_tree(preset, cp_size, row, tokens)
-    limit = min(CHECK_TOKENS * cp_size, tree.num_tokens)
-    family = int(np.append(np.flatnonzero(tree.parents < 0), tree.num_segments)[1])
-    family_tokens = int(tree.segment_ends[family - 1])
-    shrink = max(1, -(-2 * family_tokens // limit))  # two families fit in
-    lengths = np.maximum(1, tree.lengths // shrink)
-    count = max(1, int(np.searchsorted(np.cumsum(lengths), limit, side="right")))
-    return PackedTree(lengths[:count], tree.parents[:count])
-
-
 class GdnBench:
     """Rows of one CP size on this rank.
 
@@ -117,10 +101,7 @@ class GdnBench:
 
         Raises InputError on every rank when any tensor is off by more than rounding explains.
         """
-        layout = None
-        if self.cp > 1:
-            cuts = np.unique(np.linspace(0, tree.num_tokens, 2 * self.cp + 2).astype(np.int64))
-            layout = Layout.from_pieces(cuts, np.arange(len(cuts) - 1) % self.cp, self.cp)
+        layout = crossing_layout(tree, self.cp)
         plan = plan_row(tree, self.cp, self.shape.model(), layout=layout)
         context = TreeContext(plan, self.group, self.device)
         inputs = draw_inputs(self.shape, tree.num_tokens, self.device, seed=0)

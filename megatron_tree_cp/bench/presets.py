@@ -10,12 +10,17 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+import numpy as np
+
+from ..plan.layout import Layout
 from ..tree.packed_tree import PackedTree
 
 SEED = 1234
 ROW_STRIDE = 97
 WARMUP_ROWS = range(16)
 MEASURED_ROWS = range(16, 32)
+CHECK_TOKENS = 2048
+"""Of a row that is checked before others are timed, per rank."""
 
 
 @dataclass(frozen=True)
@@ -107,3 +112,23 @@ def preset_tree(
     if name not in PRESETS:
         raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
     return PRESETS[name].tree(cp_size, row, num_tokens)
+
+
+def check_tree(preset: str, cp_size: int, row: int, tokens: int | None) -> PackedTree:
+    """A small row with the branches of a preset's row: segments shrunk, a few families kept."""
+    tree = preset_tree(preset, cp_size, row, tokens)
+    limit = min(CHECK_TOKENS * cp_size, tree.num_tokens)
+    family = int(np.append(np.flatnonzero(tree.parents < 0), tree.num_segments)[1])
+    family_tokens = int(tree.segment_ends[family - 1])
+    shrink = max(1, -(-2 * family_tokens // limit))  # two families fit in
+    lengths = np.maximum(1, tree.lengths // shrink)
+    count = max(1, int(np.searchsorted(np.cumsum(lengths), limit, side="right")))
+    return PackedTree(lengths[:count], tree.parents[:count])
+
+
+def crossing_layout(tree: PackedTree, cp_size: int) -> Layout | None:
+    """Slabs dealt to the ranks in turn, twice round: paths cross all of them. None for one rank."""
+    if cp_size == 1:
+        return None
+    cuts = np.unique(np.linspace(0, tree.num_tokens, 2 * cp_size + 2).astype(np.int64))
+    return Layout.from_pieces(cuts, np.arange(len(cuts) - 1) % cp_size, cp_size)

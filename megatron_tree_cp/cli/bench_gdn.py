@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
                 if here.world > 1:
                     dist.barrier()
         if here.rank == 0:
-            Console(width=170).print(_table(evidence))
+            Console(width=200).print(_table(evidence))
 
 
 def _say(here: Ranks, preset: str, cp: int) -> Callable[[str], None]:
@@ -103,8 +103,7 @@ def _say(here: Ranks, preset: str, cp: int) -> Callable[[str], None]:
 def _record(args: argparse.Namespace, bench: GdnBench, preset: str) -> Evidence:
     """Check, warm up and measure one preset; every rank of the bench calls this."""
     from ..bench.evidence import Evidence
-    from ..bench.gdn import check_tree
-    from ..bench.presets import preset_tree
+    from ..bench.presets import check_tree, preset_tree
     from ..bench.timing import summarise_rows
 
     small = check_tree(preset, bench.cp, 0, args.tokens)
@@ -146,8 +145,8 @@ def _baselines(
     import torch
 
     from ..bench import gdn_baselines as baselines
-    from ..bench.gdn import RowResult, check_tree
-    from ..bench.presets import preset_tree
+    from ..bench.gdn import RowResult
+    from ..bench.presets import check_tree, preset_tree
 
     ours = RowResult(**record.rows[0])
     tree = preset_tree(record.preset, bench.cp, ours.row, args.tokens)

@@ -8,9 +8,9 @@ import triton
 from megatron_tree_cp.bench import gdn, gdn_baselines, gdn_bound
 from megatron_tree_cp.bench.compilations import compilations
 from megatron_tree_cp.bench.evidence import read_evidence
-from megatron_tree_cp.bench.gdn import GdnBench, check_tree
+from megatron_tree_cp.bench.gdn import GdnBench
 from megatron_tree_cp.bench.gdn_layer import GdnShape, draw_inputs, tree_operators
-from megatron_tree_cp.bench.presets import preset_tree
+from megatron_tree_cp.bench.presets import check_tree, preset_tree
 from megatron_tree_cp.bench.timing import Clock
 from megatron_tree_cp.cli import main
 from megatron_tree_cp.comm import TreeContext
