@@ -4,12 +4,13 @@ Forward: halo, convolution, preparation of all tokens; states of roots with expo
 the other exports; the exchange, beside the roots without exports; composition and the components
 below other ranks; outputs. Backward mirrors it and walks all states again first.
 
-    pass    = sum over levels of launch + max(longest run's chunks * step, chunks / rate + forks)
-    summary = a pass over value and key columns: (Dv + Dk) / Dv of the same, by a factor
+    pass = sum over levels of launch + max(longest run's chunks * step, chunks / rate + forks)
 
-A step is one chunk that waits for the one before it. Time of passes is therefore the *longest
-chain* of a rank where few runs walk side by side, and its tokens where many do. A fork is what a
-run costs beside its chunks: its fp32 state is read and left behind for those below it.
+Passes over states, over their gradients and for summaries have costs of their own: the first is
+bound by what it moves, the others by their products. A step is one chunk that waits for the one
+before it. Time of passes is therefore the *longest chain* of a rank where few runs walk side by
+side, and its tokens where many do. A fork is what a run costs beside its chunks: its fp32 state is
+read and left behind for those below it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ from .values import Array
 
 @dataclass(frozen=True)
 class _Traffic:
-    """Elements that a layer's kernels read and write, the convolution aside: they are bound by
-    memory."""
+    """Elements that a layer's kernels read and write, the convolution aside.
+
+    Of tokens they are weights: times of four shapes follow the value heads alone, forward 1.57 and
+    backward twice as much at 128/128 as at 64/64 (`bench.calibration.recurrence` measures them).
+    """
 
     token: float
     """Of a token forward: norm, systems, w and u, outputs from the states."""
@@ -45,8 +49,8 @@ class _Traffic:
         """For key and value heads of one rank."""
         key, state = keys * key_dim, key_dim * value_dim / CHUNK
         return cls(
-            token=8 * key + values * (key_dim + 4 * value_dim + 2 * CHUNK + state),
-            token_back=10 * key + values * (9 * key_dim + 10 * value_dim + 2 * CHUNK + 2 * state),
+            token=values * (2 * key_dim + 2 * value_dim + 3 * CHUNK),
+            token_back=values * (7 * key_dim + 7 * value_dim),
             chunk=CHUNK * (key + values * (key_dim + 2 * value_dim + state)),
         )
 
@@ -76,6 +80,28 @@ class _Pass:
 
 
 @dataclass(frozen=True)
+class PassRates:
+    """Coefficients of one kind of pass, in ms."""
+
+    step: float
+    """A chunk that waits for the one before it, all heads at once."""
+
+    chunk: float
+    """A chunk among many that walk side by side."""
+
+    fork: float
+    """A run's state, read and left behind."""
+
+    level: float
+    """A level's launch."""
+
+    def ms(self, longest: Array, chunks: Array, runs: Array) -> Array:
+        """A level: launch, and the longest run or all runs' chunks and states."""
+        work = np.maximum(longest * self.step, chunks * self.chunk + runs * self.fork)
+        return np.asarray(np.where(chunks > 0, self.level + work, 0.0))
+
+
+@dataclass(frozen=True)
 class GdnRates:
     """Coefficients of one Gated DeltaNet class on one rank, its heads divided by TP."""
 
@@ -86,20 +112,17 @@ class GdnRates:
     token_back_ms: float
     """Backward ms of that, the preparation repeated."""
 
+    padding_ms: float
+    padding_back_ms: float
+    """The same of a row that fills up a run's last chunk."""
+
     conv_ms: float
     """Forward ms of a token's convolution."""
 
-    step_ms: float
-    """A chunk that waits for the one before it, all heads at once."""
-
-    chunk_ms: float
-    """A chunk among many that walk side by side."""
-
-    fork_ms: float
-    """A run's state, read and left behind."""
-
-    summary_factor: float
-    """Time of a pass for summaries, which have more columns, over one for states."""
+    states: PassRates
+    gradients: PassRates
+    summaries: PassRates
+    """Passes over states, over their gradients, and for summaries, which have more columns."""
 
     row_bytes: float
     """A token's row of the convolution."""
@@ -120,22 +143,42 @@ class GdnRates:
         key_dim, value_dim = layer.head_dim, layer.value_width
         traffic = _Traffic.of(keys, values, key_dim, value_dim)
         state_bytes = 4 * values * key_dim * value_dim
+        transfer_bytes = 4 * values * key_dim * key_dim
+        product = 2 * CHUNK * values * key_dim  # FLOPs of a chunk's product, for a column
         row_bytes = (2 * keys * key_dim + values * value_dim) * dtype_bytes
+        element_ms = dtype_bytes / profile.gdn_token_bytes_per_ms
+        token_ms = traffic.token * element_ms
+        token_back_ms = traffic.token_back * element_ms * profile.gdn_token_backward_factor
         return cls(
             profile,
-            token_ms=traffic.token * dtype_bytes / profile.gdn_token_bytes_per_ms,
-            token_back_ms=traffic.token_back
-            * dtype_bytes
-            * profile.gdn_token_backward_factor
-            / profile.gdn_token_bytes_per_ms,
+            token_ms,
+            token_back_ms,
+            padding_ms=token_ms * profile.gdn_padding_factor,
+            padding_back_ms=token_back_ms * profile.gdn_padding_backward_factor,
             conv_ms=profile.gdn_conv_passes * row_bytes / profile.memory_bytes_per_ms,
-            step_ms=profile.gdn_step_ms,
-            chunk_ms=traffic.chunk * dtype_bytes / profile.gdn_state_bytes_per_ms,
-            fork_ms=profile.gdn_fork_passes * state_bytes / profile.memory_bytes_per_ms,
-            summary_factor=profile.gdn_summary_factor * (value_dim + key_dim) / value_dim,
+            states=PassRates(
+                profile.gdn_step_ms,
+                traffic.chunk * dtype_bytes / profile.gdn_state_bytes_per_ms,
+                profile.gdn_fork_passes * state_bytes / profile.memory_bytes_per_ms,
+                profile.gdn_level_ms,
+            ),
+            gradients=PassRates(
+                profile.gdn_gradient_step_ms,
+                3 * product * value_dim / profile.gdn_gradient_flops_per_ms,
+                profile.gdn_gradient_fork_passes * state_bytes / profile.memory_bytes_per_ms,
+                profile.gdn_level_ms,
+            ),
+            summaries=PassRates(
+                profile.gdn_summary_step_ms,
+                2 * product * (value_dim + key_dim) / profile.gdn_summary_flops_per_ms,
+                profile.gdn_summary_fork_passes
+                * (state_bytes + transfer_bytes)
+                / profile.memory_bytes_per_ms,
+                profile.gdn_level_ms,
+            ),
             row_bytes=row_bytes,
             state_bytes=state_bytes,
-            transfer_bytes=4 * values * key_dim * key_dim,
+            transfer_bytes=transfer_bytes,
             halo_rows=layer.conv_width - 1,
         )
 
@@ -146,11 +189,6 @@ class GdnRates:
         profile = self.profile
         return self.token_back_ms + self.conv_ms * profile.gdn_conv_backward_factor
 
-    def pass_ms(self, longest: Array, chunks: Array, runs: Array) -> Array:
-        """A level of a pass: launch, and the longest run or all runs' chunks and states."""
-        work = np.maximum(longest * self.step_ms, chunks * self.chunk_ms + runs * self.fork_ms)
-        return np.asarray(np.where(chunks > 0, self.profile.gdn_level_ms + work, 0.0))
-
     def layer_ms(
         self, loads: RecurrenceLoads, record: Recorder | None = None
     ) -> tuple[Array, Array]:
@@ -158,22 +196,26 @@ class GdnRates:
 
         ``record`` is told every step as `simulate.layer_ms` tells it.
         """
-        profile, turn = self.profile, self.profile.gdn_pass_backward_factor
+        profile = self.profile
         forward, backward = (
             _Pass(way, len(loads.tokens), record) for way in ("forward", "backward")
         )
 
-        def walk(phase: str) -> Array:
+        def walk(phase: str, rates: PassRates) -> Array:
             one: PassLoads = loads.passes[phase]
-            ms = self.pass_ms(one.longest, one.chunks, one.runs)
+            ms = rates.ms(one.longest, one.chunks, one.runs)
             return np.bincount(one.rank, weights=ms, minlength=len(loads.tokens))
 
         halo = 0.0
         if loads.exchanges and self.halo_rows:
             halo = self._exchange_ms(loads.heads * (self.halo_rows * self.row_bytes))
-        conv, tokens = loads.tokens * self.conv_ms, loads.tokens * self.token_ms
+        every = loads.passes["every"]
+        chunks = np.bincount(every.rank, weights=every.chunks, minlength=len(loads.tokens))
+        padding = chunks * CHUNK - loads.tokens
+        conv = loads.tokens * self.conv_ms
         conv_back = conv * profile.gdn_conv_backward_factor
-        tokens_back = loads.tokens * self.token_back_ms
+        tokens = loads.tokens * self.token_ms + padding * self.padding_ms
+        tokens_back = loads.tokens * self.token_back_ms + padding * self.padding_back_ms
         for way, conv_ms, tokens_ms in (
             (forward, conv, tokens),
             (backward, conv_back, tokens_back),
@@ -182,24 +224,27 @@ class GdnRates:
             way.do("exchange", halo)
             way.do("conv", conv_ms)
             way.do("chunks", tokens_ms / 2)
-        backward.do("states", walk("every"))
+        backward.do("states", walk("every", self.states))
         if loads.exchanges:
-            forward.do("states", walk("early"))
-            forward.do("summary", self.summary_factor * walk("summary"))
+            forward.do("states", walk("early", self.states))
+            forward.do("summary", walk("summary", self.summaries))
+            forward.do("compose", self._carry_ms(loads.forward, 0))
             arrival = forward.exchange(self._moved_ms(loads.forward))
-            forward.do("states", walk("rest"))
+            forward.do("states", walk("rest", self.states))
             forward.wait(arrival)
-            forward.do("compose", loads.forward.products * profile.gdn_compose_ms)
-            forward.do("states", walk("late"))
-            backward.do("states", turn * (walk("exact") + walk("partial")))
+            forward.do("compose", self._composed_ms(loads.forward))
+            forward.do("states", walk("late", self.states))
+            below = walk("exact", self.gradients) + walk("partial", self.gradients)
+            backward.do("states", below)
+            backward.do("compose", self._carry_ms(loads.backward, 0))
             arrival = backward.exchange(self._moved_ms(loads.backward))
-            backward.do("states", turn * walk("rest"))
+            backward.do("states", walk("rest", self.gradients))
             backward.wait(arrival)
-            backward.do("compose", loads.backward.products * profile.gdn_compose_ms)
-            backward.do("states", turn * walk("open"))
+            backward.do("compose", self._composed_ms(loads.backward))
+            backward.do("states", walk("open", self.gradients))
         else:
-            forward.do("states", walk("rest"))
-            backward.do("states", turn * walk("rest"))
+            forward.do("states", walk("rest", self.states))
+            backward.do("states", walk("rest", self.gradients))
         forward.do("chunks", tokens / 2)
         backward.do("chunks", tokens_back / 2)
         return forward.at, backward.at
@@ -212,6 +257,14 @@ class GdnRates:
 
     def _moved(self, exchange: ExchangeLoads) -> Array:
         return exchange.states * self.state_bytes + exchange.transfers * self.transfer_bytes
+
+    def _carry_ms(self, exchange: ExchangeLoads, axis: int) -> Array:
+        """Putting in order what every rank sends (axis 0), or what it receives (axis 1)."""
+        passes = self.profile.gdn_carry_passes / self.profile.memory_bytes_per_ms
+        return np.asarray(self._moved(exchange).sum(axis) * passes)
+
+    def _composed_ms(self, exchange: ExchangeLoads) -> Array:
+        return self._carry_ms(exchange, 1) + exchange.products * self.profile.gdn_compose_ms
 
     def _moved_ms(self, exchange: ExchangeLoads) -> float:
         return self._exchange_ms(self._moved(exchange))

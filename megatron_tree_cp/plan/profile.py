@@ -148,6 +148,12 @@ class CostProfile:
     gdn_token_backward_factor: float = 1.0
     """Backward over forward time of a byte of that work."""
 
+    gdn_padding_factor: float = 0.5
+    """Forward time of a row that fills up a run's last block over one of a token's."""
+
+    gdn_padding_backward_factor: float = 0.5
+    """The same in the backward."""
+
     gdn_conv_passes: float = 2.5
     """Memory passes of a forward convolution over its rows at ``memory_bytes_per_ms``."""
 
@@ -163,14 +169,29 @@ class CostProfile:
     gdn_fork_passes: float = 2.0
     """Memory passes over a run's fp32 state, which its pass reads and leaves behind."""
 
-    gdn_pass_backward_factor: float = 1.3
-    """Time of a pass over gradients of states over one over states."""
+    gdn_gradient_step_ms: float = 0.003
+    """A chunk that waits for the one behind it, in a pass over gradients of states."""
 
-    gdn_summary_factor: float = 1.0
-    """Time of a pass that summarises runs over one over states, for a column."""
+    gdn_gradient_flops_per_ms: float = 1.0e11
+    """Achieved FLOPs of such passes when many runs walk side by side."""
+
+    gdn_gradient_fork_passes: float = 2.0
+    """Memory passes over a run's fp32 gradient of its state."""
+
+    gdn_summary_step_ms: float = 0.003
+    """A chunk that waits for the one before it, in a pass that summarises runs."""
+
+    gdn_summary_flops_per_ms: float = 1.0e11
+    """Achieved FLOPs of such passes when many runs walk side by side."""
+
+    gdn_summary_fork_passes: float = 2.0
+    """Memory passes over a run's fp32 end state and map."""
 
     gdn_level_ms: float = 0.01
     """Fixed cost of one level of runs in a pass."""
+
+    gdn_carry_passes: float = 8.0
+    """Memory passes over the states and maps that a rank sends or receives."""
 
     gdn_compose_ms: float = 0.02
     """One product of the composition along exports of other ranks."""

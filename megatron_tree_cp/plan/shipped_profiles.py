@@ -75,6 +75,8 @@ def scaled_profile(profile: CostProfile, compute: float, memory: float) -> CostP
         backward_fill_flops=None if filled is None else filled * compute,
         memory_bytes_per_ms=profile.memory_bytes_per_ms * memory,
         gdn_token_bytes_per_ms=profile.gdn_token_bytes_per_ms * memory,
+        gdn_gradient_flops_per_ms=profile.gdn_gradient_flops_per_ms * compute,
+        gdn_summary_flops_per_ms=profile.gdn_summary_flops_per_ms * compute,
         gdn_state_bytes_per_ms=profile.gdn_state_bytes_per_ms * memory,
     )
 

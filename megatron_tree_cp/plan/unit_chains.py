@@ -228,24 +228,28 @@ def chains_ms(tokens: Array, loads: ChainLoads, costs: CostModel) -> WindowCost:
     forward_total = backward_total = np.zeros(ahead.shape[:-1])
     latency, rate = profile.exchange_rates(tokens.shape[-1])
     crosses = loads.incoming.any(-1, keepdims=True)
-    turn = profile.gdn_pass_backward_factor
     # Levels around an exchange, its composition, and the halo's exchange.
     extra = 3 * profile.gdn_level_ms + profile.gdn_compose_ms + latency
     for layers, rates in costs.recurrent_rates:
-        walk = rates.pass_ms(loads.longest, loads.blocks, loads.runs)
+        states, gradients = rates.states, rates.gradients
+        walk, walk_back = (
+            part.ms(loads.longest, loads.blocks, loads.runs) for part in (states, gradients)
+        )
         moved = latency + loads.sent * rates.state_bytes / rate
         # Every rank waits for the slowest path before the exchange, there and back.
-        ready, late = rates.step_ms * loads.ready, rates.step_ms * loads.late
-        twice = rates.step_ms * rates.summary_factor * loads.open
-        there = max(ready.max(), twice.max()) + moved + late + extra
-        returned = np.maximum(ready, rates.step_ms * loads.open)
-        back_again = moved + turn * (late.max() + returned) + extra
+        summarised = rates.summaries.step * loads.open
+        first = max(states.step * loads.ready.max(), summarised.max())
+        there = first + moved + states.step * loads.late + extra
+        returned = np.maximum(loads.ready, loads.open)
+        back_again = moved + gradients.step * (loads.late.max() + returned) + extra
+        padding = loads.blocks * CHUNK - tokens
         one = profile.gdn_layer_ms + ahead + tokens * rates.token_pass_ms(backward=False)
-        one = one + np.where(crosses, np.maximum(walk + (twice + extra), there), walk)
+        one = one + padding * rates.padding_ms
+        one = one + np.where(crosses, np.maximum(walk + (summarised + extra), there), walk)
         two = profile.gdn_layer_ms + back + tokens * rates.token_pass_ms(backward=True)
+        two = two + padding * rates.padding_back_ms
         two = two + walk
-        walk = turn * walk
-        two = two + np.where(crosses, np.maximum(walk + extra, back_again), walk)
+        two = two + np.where(crosses, np.maximum(walk_back + extra, back_again), walk_back)
         forward = forward + layers * one
         backward = backward + layers * two
         forward_total = forward_total + layers * one.max(-1)

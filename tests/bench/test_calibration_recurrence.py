@@ -32,13 +32,20 @@ TRUTH = {
     "gdn_conv_backward_factor": 2.0,
     "gdn_token_bytes_per_ms": 5e9,
     "gdn_token_backward_factor": 0.9,
+    "gdn_padding_factor": 0.6,
+    "gdn_padding_backward_factor": 0.7,
     "gdn_step_ms": 0.004,
     "gdn_state_bytes_per_ms": 2e9,
     "gdn_fork_passes": 3.0,
-    "gdn_pass_backward_factor": 1.6,
-    "gdn_summary_factor": 1.4,
+    "gdn_gradient_step_ms": 0.006,
+    "gdn_gradient_flops_per_ms": 9e10,
+    "gdn_gradient_fork_passes": 2.5,
+    "gdn_summary_step_ms": 0.005,
+    "gdn_summary_flops_per_ms": 1.5e11,
+    "gdn_summary_fork_passes": 1.5,
     "gdn_level_ms": 0.008,
     "gdn_layer_ms": 0.09,
+    "gdn_carry_passes": 6.0,
     "gdn_compose_ms": 0.03,
 }
 
@@ -132,7 +139,9 @@ def test_derivatives_add_up_to_the_price():
             costs |= {n: getattr(profile, f) for n, f in DIRECT.items()}
             told = d["settled"] + sum(costs[n] * d[n] for n in names)
             assert told == pytest.approx(price(profile), rel=1e-9)
-            assert d["layer"] == pytest.approx(1.0) and d["turn"] == 0 or backward
+            assert d["layer"] == pytest.approx(1.0) and (
+                d["gradient_step"] + d["gradients"] == 0 or backward
+            )
 
 
 def test_rows_tell_the_terms_apart():

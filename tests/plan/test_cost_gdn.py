@@ -30,7 +30,13 @@ PLAIN = CostProfile(
     gdn_step_ms=1,
     gdn_state_bytes_per_ms=1e30,
     gdn_fork_passes=0,
-    gdn_pass_backward_factor=3,
+    gdn_gradient_step_ms=3,
+    gdn_gradient_flops_per_ms=1e30,
+    gdn_gradient_fork_passes=0,
+    gdn_summary_step_ms=2,
+    gdn_summary_flops_per_ms=1e30,
+    gdn_summary_fork_passes=0,
+    gdn_carry_passes=0,
     gdn_level_ms=10,
     gdn_compose_ms=1000,
     gdn_layer_ms=0,
@@ -50,15 +56,32 @@ def test_a_branched_row_on_one_rank_by_hand():
     tree = PackedTree([128, 190, 64], [-1, 0, 0])
     forward, backward = priced(tree, [], [0], 1)
     assert forward.tolist() == pytest.approx([10 + 2 + 10 + 3])
-    assert backward.tolist() == pytest.approx([25 + 3 * 2 + 3 * 3 + 2 * 10 * 3])
+    assert backward.tolist() == pytest.approx([25 + 3 * 2 + 3 * 3 + 2 * 10])
+
+
+def test_rows_that_fill_up_chunks_have_a_price():
+    tree = PackedTree([128, 190, 62], [-1, 0, 0])  # 2, 3 and 1 chunks: 4 rows are padding
+    free = replace(PLAIN, gdn_step_ms=0, gdn_gradient_step_ms=0, gdn_level_ms=0)
+    costs = replace(free, gdn_token_bytes_per_ms=1.0, gdn_padding_factor=0.25)
+    forward, _ = priced(tree, [], [0], 1, costs)
+    assert forward.tolist() == pytest.approx([2 * 32 * (4 * 128 + 3 * 64) * (380 + 4 / 4)])
+
+
+def test_what_is_sent_and_received_is_put_in_order():
+    tree = PackedTree([64 * 4], [-1])
+    free = replace(PLAIN, gdn_step_ms=0, gdn_level_ms=0, gdn_compose_ms=0, exchange_latency_ms=0)
+    costs = replace(free, gdn_carry_passes=3, memory_bytes_per_ms=2**21)
+    forward, _ = priced(tree, [128], [0, 1], 2, costs)
+    # One state of 2 MiB, 3 ms at either end.
+    assert forward.tolist() == pytest.approx([3, 6])
 
 
 def test_a_chain_on_three_ranks_by_hand():
     tree = PackedTree([64 * 9], [-1])
     forward, _ = priced(tree, [64 * 2, 64 * 6], [0, 1, 2], 3)
-    # Halo 100; rank 0 ends its 2 chunks at 12; rank 1 summarises its 4, two columns of states in
-    # the place of one: 10 + 4, twice. The exchange waits for rank 1.
-    arrived = 100 + max(10 + 2, 2 * (10 + 4)) + 100
+    # Halo 100; rank 0 ends its 2 chunks at 12; rank 1 summarises its 4, each twice as long. The
+    # exchange waits for rank 1.
+    arrived = 100 + max(10 + 2, 10 + 2 * 4) + 100
     # Rank 1 composes one end state, rank 2 two; rank 0 has nothing left to do.
     assert forward.tolist() == pytest.approx(
         [arrived, arrived + 1000 + 14, arrived + 2000 + 10 + 3]
@@ -68,10 +91,10 @@ def test_a_chain_on_three_ranks_by_hand():
 def test_backward_waits_for_the_components_below():
     tree = PackedTree([64 * 2, 64 * 3, 64 * 5], [-1, 0, 0])
     forward, backward = priced(tree, [64 * 2, 64 * 5], [0, 0, 1], 2)
-    walk = {0: 10 + 2 + 10 + 3, 1: 10 + 5}
+    walk, back = {0: 10 + 2 + 10 + 3, 1: 10 + 5}, {0: 10 + 6 + 10 + 9, 1: 10 + 15}
     # Rank 1's leaf walks its gradients first; rank 0 waits, adds them up, and walks both levels.
-    arrived = 100 + walk[1] + 3 * walk[1] + 100
-    assert backward.tolist() == pytest.approx([arrived + 1000 + 3 * walk[0], arrived])
+    arrived = 100 + walk[1] + back[1] + 100
+    assert backward.tolist() == pytest.approx([arrived + 1000 + back[0], arrived])
     arrived = 100 + (10 + 2 + 10 + 3) + 100  # the root's component is walked before
     assert forward.tolist() == pytest.approx([arrived, arrived + 1000 + 15])
 
@@ -90,20 +113,25 @@ def test_rates_follow_head_and_state_sizes():
         return GdnRates.of(layer, CostProfile(), 2, tp_size)
 
     base, wide, halved = rates(), rates(kv_heads=64), rates(tp_size=2)
-    assert base.token_ms == 2 * halved.token_ms and base.chunk_ms == 2 * halved.chunk_ms
-    # Elements by hand: 8 x 2048 of q and k; w, u, outputs, systems and states of 32 heads.
-    assert base.token_ms * CostProfile().gdn_token_bytes_per_ms == 2 * (16384 + 32 * 1024)
+    assert base.token_ms == 2 * halved.token_ms and base.states.chunk == 2 * halved.states.chunk
+    # Elements by hand, of 32 value heads: twice keys and values, three times a chunk's column.
+    elements = base.token_ms * CostProfile().gdn_token_bytes_per_ms / 2
+    assert elements == pytest.approx(32 * (2 * 128 + 2 * 128 + 3 * 64))
+    assert base.padding_ms == CostProfile().gdn_padding_factor * base.token_ms
     chunk = 64 * (2048 + 32 * (128 + 2 * 128 + 128 * 128 / 64))
-    assert base.chunk_ms * CostProfile().gdn_state_bytes_per_ms == 2 * chunk
-    # More value heads move more, but q and k stay as they are.
-    assert base.token_ms < wide.token_ms < 2 * base.token_ms
-    assert base.token_back_ms < wide.token_back_ms < 2 * base.token_back_ms
-    assert wide.step_ms == base.step_ms
+    assert base.states.chunk * CostProfile().gdn_state_bytes_per_ms == 2 * chunk
+    # Three products of a gradient's chunk with 128 columns, two of a summary's with 256.
+    product = 2 * 64 * 32 * 128
+    flops = base.gradients.chunk * CostProfile().gdn_gradient_flops_per_ms
+    assert flops == pytest.approx(3 * product * 128)
+    flops = base.summaries.chunk * CostProfile().gdn_summary_flops_per_ms
+    assert flops == pytest.approx(2 * product * 256)
+    assert wide.token_ms == 2 * base.token_ms and wide.token_back_ms == 2 * base.token_back_ms
+    assert wide.states.step == base.states.step
     assert base.state_bytes == base.transfer_bytes == 2 * 2**20
     narrow = rates(head_dim=64, value_dim=128)
-    assert (
-        narrow.step_ms == base.step_ms and narrow.summary_factor == 1.5 and base.summary_factor == 2
-    )
+    assert narrow.states.step == base.states.step
+    assert narrow.summaries.chunk == 3 / 8 * base.summaries.chunk  # half the keys, 192 columns
     assert narrow.transfer_bytes == narrow.state_bytes / 2 == base.state_bytes / 4
     assert base.row_bytes == 2 * (2 * 16 * 128 + 32 * 128)
 

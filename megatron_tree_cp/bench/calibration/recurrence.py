@@ -45,21 +45,35 @@ QUICK_SHAPES = ((2, 4, 32, 32), (4, 4, 16, 16), (1, 2, 32, 32), (2, 8, 32, 32))
 
 CONV_TOKENS = (2_000, 6_000, 12_000, 20_000, 32_000, 48_000)
 
-INVERSE = {"tokens": "gdn_token_bytes_per_ms", "states": "gdn_state_bytes_per_ms"}
+INVERSE = {
+    "tokens": "gdn_token_bytes_per_ms",
+    "states": "gdn_state_bytes_per_ms",
+    "gradients": "gdn_gradient_flops_per_ms",
+    "summaries": "gdn_summary_flops_per_ms",
+}
 DIRECT = {
     "layer": "gdn_layer_ms",
     "step": "gdn_step_ms",
     "forks": "gdn_fork_passes",
+    "gradient_step": "gdn_gradient_step_ms",
+    "gradient_forks": "gdn_gradient_fork_passes",
+    "summary_step": "gdn_summary_step_ms",
+    "summary_forks": "gdn_summary_fork_passes",
     "levels": "gdn_level_ms",
     "token_back": "gdn_token_backward_factor",
-    "turn": "gdn_pass_backward_factor",
-    "summary": "gdn_summary_factor",
+    "padding": "gdn_padding_factor",
+    "padding_back": "gdn_padding_backward_factor",
+    "carry": "gdn_carry_passes",
     "compose": "gdn_compose_ms",
 }
 """Fields of the profile by the feature that they are the cost of, or one over it."""
 
-PASSES = ("step", "states", "forks", "levels", "turn", "summary")
-LAYER = ("layer", "tokens", "token_back")
+RATES = ("states", "gradients", "summaries")
+PASSES = (
+    *("step", "forks", "gradient_step", "gradient_forks", "summary_step", "summary_forks"),
+    *("levels", *RATES),
+)
+LAYER = ("layer", "tokens", "token_back", "padding", "padding_back")
 BUMP = 1e-5
 """Relative step of a derivative."""
 
@@ -74,7 +88,7 @@ def recurrent_components(dtype: torch.dtype, scale: int, device: torch.device) -
     bench.check()
     conv = ("launch", "bytes", "back_launch", "back_bytes")
     # A device that walks runs one after the other tells no rate of many side by side.
-    sets = [PASSES, tuple(name for name in PASSES if name != "states")]
+    sets = [PASSES, tuple(name for name in PASSES if name not in RATES)]
     return [
         Component("gdn_conv", bench.convolutions, [conv], conv_fields, held_out=len(SHAPES)),
         Component(
@@ -110,7 +124,7 @@ def chained_components(
         Component(
             name,
             bench.layers,
-            [("compose",)],
+            [("compose", "carry")],
             layer_fields,
             explain=bench.explain,
             held_out=len(SHAPES),
@@ -171,8 +185,9 @@ def derivatives(
 
 def _starts() -> list[dict[str, float]]:
     """Where fits begin: how many runs walk side by side for the time of one is not known."""
-    usual = CostProfile().gdn_step_ms
-    return [{"gdn_step_ms": usual * factor} for factor in (1, 0.2, 5, 25)]
+    usual = CostProfile()
+    steps = ("gdn_step_ms", "gdn_gradient_step_ms", "gdn_summary_step_ms")
+    return [{name: getattr(usual, name) * by for name in steps} for by in (1, 0.2, 5, 25)]
 
 
 def _unknown(sample: Sample) -> InputError:

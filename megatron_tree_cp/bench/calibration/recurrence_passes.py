@@ -25,11 +25,8 @@ KINDS = ("states", "gradients", "summaries")
 def pass_price(shape: GdnShape, loads: RecurrenceLoads, kind: str, profile: CostProfile) -> float:
     """ms of a pass over all runs of one rank, as the planner counts it."""
     rates = GdnRates.of(shape.model().classes[0], profile, shape.dtype.itemsize, 1)
-    every = loads.passes["every"]
-    ms = float(rates.pass_ms(every.longest, every.chunks, every.runs).sum())
-    if kind == "gradients":
-        return ms * profile.gdn_pass_backward_factor
-    return ms * rates.summary_factor if kind == "summaries" else ms
+    every, one = loads.passes["every"], getattr(rates, kind)
+    return float(one.ms(every.longest, every.chunks, every.runs).sum())
 
 
 def pass_call(context: TreeContext, shape: GdnShape, kind: str) -> Call:
