@@ -12,7 +12,7 @@ from .cost_gdn import GdnRates
 from .memory import CrossingRows, LayerBytes
 from .model import LayerClass, ModelShape
 from .profile import CostProfile
-from .recurrence_loads import RecurrenceLoads
+from .recurrence_loads import RecurrenceLoads, WalkLoads
 from .remote import RemoteKeys
 from .runs import RunTable
 from .simulate import HopLoads, LayerRates, StageLoads, layer_ms, link_masks, node_size, wave_ms
@@ -126,11 +126,17 @@ class CostModel:
         forward, backward = forward * self.other_layers, backward * self.other_layers
         return WindowCost(forward, backward, forward.max(-1), backward.max(-1))
 
-    def peak_bytes(self, tokens: Array, crossing: Sequence[CrossingRows]) -> Array:
+    def peak_bytes(
+        self,
+        tokens: Array,
+        crossing: Sequence[CrossingRows],
+        walk: WalkLoads | None = None,
+    ) -> Array:
         """Bytes per rank: what all layers keep for backward, and the most that one layer's
         backward holds beside it (memory.py lists its buffers).
 
-        ``tokens`` int[.., cp]; ``crossing`` holds the exchanged rows of one layer per window.
+        ``tokens`` int[.., cp]; ``crossing`` holds the exchanged rows of one layer per window,
+        ``walk`` the chunks and runs of recurrent layers (None: all chunks are full).
         Every attention layer keeps its row sums and the rows that it received.
         """
         kept = tokens * (self.model.total_activation_bytes() / self.tp_size)
@@ -142,7 +148,7 @@ class CostModel:
                 kept = kept + layer.layers * (tokens * sizes.row_sum + received)
                 working = np.maximum(working, sizes.backward(tokens, rows))
         for _, recurrent in self.recurrent_rates:
-            need = recurrent.working_bytes(tokens, self.model.dtype_bytes)
+            need = recurrent.working_bytes(tokens, self.model.dtype_bytes, walk)
             working = np.maximum(working, need)
         return kept + working
 

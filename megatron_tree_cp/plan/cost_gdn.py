@@ -22,7 +22,7 @@ import numpy as np
 from .model import LayerClass
 from .profile import CostProfile
 from .recurrence import CHUNK
-from .recurrence_loads import ExchangeLoads, PassLoads, RecurrenceLoads
+from .recurrence_loads import ExchangeLoads, PassLoads, RecurrenceLoads, WalkLoads
 from .simulate import Recorder, exchange_ms, link_masks
 from .values import Array
 
@@ -134,6 +134,9 @@ class GdnRates:
     halo_rows: int
     """Rows that a run takes along from the run before it."""
 
+    peak_row_bytes: float
+    """What a layer's backward holds of a token at its peak."""
+
     @classmethod
     def of(
         cls, layer: LayerClass, profile: CostProfile, dtype_bytes: int, tp_size: int
@@ -180,6 +183,11 @@ class GdnRates:
             state_bytes=state_bytes,
             transfer_bytes=transfer_bytes,
             halo_rows=layer.conv_width - 1,
+            # q, k; dq, dk twice and dw by value heads; v, writes, dwrites, dv and the output; the
+            # systems' inverses; in fp32 three of the gates.
+            peak_row_bytes=dtype_bytes
+            * (2 * keys * key_dim + values * (4 * key_dim + 5 * value_dim + CHUNK))
+            + 4 * 3 * values,
         )
 
     def token_pass_ms(self, backward: bool) -> float:
@@ -209,9 +217,7 @@ class GdnRates:
         halo = 0.0
         if loads.exchanges and self.halo_rows:
             halo = self._exchange_ms(loads.heads * (self.halo_rows * self.row_bytes))
-        every = loads.passes["every"]
-        chunks = np.bincount(every.rank, weights=every.chunks, minlength=len(loads.tokens))
-        padding = chunks * CHUNK - loads.tokens
+        padding = loads.walk.chunks * CHUNK - loads.tokens
         conv = loads.tokens * self.conv_ms
         conv_back = conv * profile.gdn_conv_backward_factor
         tokens = loads.tokens * self.token_ms + padding * self.padding_ms
@@ -274,11 +280,12 @@ class GdnRates:
         traffic = link_masks(len(moved), self.profile) * moved
         return float(exchange_ms(traffic.sum(1), traffic.sum(2), 1.0, self.profile))
 
-    def working_bytes(self, tokens: Array, dtype_bytes: int) -> Array:
-        """Bytes that a rank holds beside inputs and outputs while it walks backward.
+    def working_bytes(self, tokens: Array, dtype_bytes: int, loads: WalkLoads | None) -> Array:
+        """Bytes that a rank holds at the peak of a layer's backward, beside inputs and outputs'
+        gradients: `ops.gdn.fla_kernels.token_gradients` with all that it reads and makes.
 
-        A state and its gradient a block, u and w a token; fp32 slots of runs are left out.
+        Without ``loads`` every chunk is full and runs, whose gradients are in fp32, are left out.
         """
-        blocks = tokens / CHUNK
+        chunks, runs = (tokens / CHUNK, 0.0) if loads is None else (loads.chunks, loads.runs)
         state = self.state_bytes / 4 * dtype_bytes
-        return blocks * 2 * state + tokens * 2 * self.row_bytes
+        return tokens * self.peak_row_bytes + chunks * 2 * state + runs * self.state_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -25,6 +26,14 @@ class PassLoads:
 
     rank: Array
     longest: Array
+    chunks: Array
+    runs: Array
+
+
+@dataclass(frozen=True, eq=False)
+class WalkLoads:
+    """All chunks and runs of every rank; float64[cp] each."""
+
     chunks: Array
     runs: Array
 
@@ -61,6 +70,17 @@ class RecurrenceLoads:
     def exchanges(self) -> bool:
         """Whether any path crosses ranks."""
         return bool(self.heads.any())
+
+    @cached_property
+    def walk(self) -> WalkLoads:
+        """What a pass over everything walks."""
+        every, size = self.passes["every"], len(self.tokens)
+        return WalkLoads(
+            *(
+                np.bincount(every.rank, weights=counts, minlength=size)
+                for counts in (every.chunks, every.runs)
+            )
+        )
 
     @property
     def chained(self) -> int:

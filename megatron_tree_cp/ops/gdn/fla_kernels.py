@@ -184,6 +184,7 @@ def output(prep: Prepared) -> torch.Tensor:
 def begin_backward(prep: Prepared, dout: torch.Tensor) -> None:
     """State-free part of backward, for all tokens; dout [T, Hv, Dv]."""
     n = len(prep.q)
+    prep.u = _nothing(prep.u)  # only the passes over states read it
     prep.dout = dout[:n].to(prep.v.dtype).contiguous()
     prep.gradients = torch.empty_like(prep.states)
     prep.dwrites = torch.empty_like(prep.dout)
@@ -239,6 +240,8 @@ def token_gradients(prep: Prepared, dout: torch.Tensor) -> Tensors:
         q, k = (x.new_zeros(rows, *x.shape[1:]) for x in (prep.q, prep.k))
         return q, k, torch.zeros_like(prep.v), prep.g, torch.zeros_like(prep.beta)
     assert prep.dout is not None and prep.gradients is not None and prep.dwrites is not None
+    # The peak of a layer is below: what only passes read must not count in it.
+    prep.w, prep.local = _nothing(prep.w), None
     dq, dk, dw, dg = token_gradients_triton.token_gradients(
         prep.q,
         prep.k,
@@ -268,13 +271,18 @@ def token_gradients(prep: Prepared, dout: torch.Tensor) -> Tensors:
     return dq, dk, dv, dg.squeeze(0), dbeta
 
 
+def _nothing(x: torch.Tensor) -> torch.Tensor:
+    """No rows of x's kind, in memory of their own."""
+    return x.new_empty(0, *x.shape[1:])
+
+
 def _solve_gradient(prep: Prepared, dw: torch.Tensor) -> Tensors:
     """dk [n, Hv, Dk], dv and dbeta [T, ...], dg [n, Hv] through the triangular systems of blocks.
 
     FLA's kernel without the function around it, which would add dk over the heads of a group.
     """
     assert prep.dwrites is not None
-    heads, key_dim, value_dim = prep.w.shape[1], prep.k.shape[2], prep.v.shape[2]
+    heads, key_dim, value_dim = dw.shape[1], prep.k.shape[2], prep.v.shape[2]
     dk, dv, dbeta, dg = (torch.empty_like(x) for x in (dw, prep.v, prep.beta, prep.g))
     _fla().solve_gradient[(prep.tables.num_blocks, heads)](
         k=prep.k,
