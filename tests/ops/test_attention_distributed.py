@@ -1,6 +1,8 @@
 """Distributed tree attention against every trajectory alone, on CP1, CP2 and CP4."""
 
+import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_tree_cp import ops
 from megatron_tree_cp.comm import TreeContext
+from megatron_tree_cp.ops.attention.distributed import backward_stages
+from megatron_tree_cp.ops.attention.stages import AttentionStages, DirectionStages
 from tests.distributed import run_ranks
 from tests.ops.cases import Case, build_plan, cases, check_case, make_row, run_rank, shard
 
@@ -191,3 +195,58 @@ def _recompute(rank, world_size, case, reentrant):
 def test_recompute_and_offload(reentrant):
     case = replace(CROSSING, window=None, sink="vanilla", dtype=torch.float32, waves=2)
     assert run_ranks(2, _recompute, case, reentrant, timeout=60) == [True, True]
+
+
+class _Logged:
+    """An exchange, a stage and a layer's backward that write down the order of their calls."""
+
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def start_transposed(self, dkeys, dvalues):
+        self.log.append(f"start {self.name}")
+        return self
+
+    def proceed(self):
+        self.log.append(f"proceed {self.name}")
+
+    def wait(self):
+        self.log.append(f"wait {self.name}")
+        return torch.zeros(0, 2)
+
+    def accumulate(self, total, rows):
+        pass
+
+    def stage(self, rows, keys, values, mask):
+        self.log.append(f"call {mask}")
+        return torch.zeros_like(keys), torch.zeros_like(values)
+
+
+def backward_order(made):
+    """What a rank launches that makes the calls ``made`` of its waves, and always its own."""
+    log = []
+    exchanges = tuple(_Logged(log, str(wave)) for wave in range(len(made)))
+    rows = slice(0, 1)
+    stages = [SimpleNamespace(empty=not m, rows=rows, mask=w) for w, m in enumerate(made)]
+    own = SimpleNamespace(empty=False, rows=rows, mask="own")
+    calls = DirectionStages(own, tuple(stages), fused=False)
+    k = v = torch.zeros(1, 1, 1)
+    buffers = tuple(torch.zeros(1, 2) for _ in made)
+    backward_stages(_Logged(log, "layer"), k, v, buffers, AttentionStages(exchanges, calls, calls))
+    return [entry for entry in log if not entry.startswith("wait")]
+
+
+def test_returns_never_stand_two_in_a_row_before_a_call():
+    """The second would wait for the first, and the call behind both with it."""
+    assert backward_order((True, True)) == [
+        "call 0", "start 0", "call 1", "proceed 0", "start 1", "call own",
+    ]  # fmt: skip
+    assert backward_order((False, False, False)) == [
+        "start 0", "call own", "proceed 0", "start 1", "proceed 1", "start 2",
+    ]  # fmt: skip
+    for made in itertools.product((False, True), repeat=4):
+        order = backward_order(made)
+        starts = [entry for entry in order if entry.startswith("start")]
+        assert starts == [f"start {wave}" for wave in range(4)]
+        before_own = [e[:4] for e in order[: order.index("call own")] if e[:4] in ("star", "call")]
+        assert all(a != b or a == "call" for a, b in itertools.pairwise(before_own))

@@ -5,11 +5,13 @@ Forward starts the first wave's exchange, runs the local stage, then merges the 
 exchange starts one call ahead of its own, since with one hardware queue
 (CUDA_DEVICE_MAX_CONNECTIONS=1) whatever is launched behind a waiting exchange waits as well.
 Backward takes the remote stages first, sends each wave's dK and dV back while the next stage
-computes, runs the local stage last, and adds the returned rows wave by wave in fp32 at the owner.
+computes, runs the local stage last, and adds the returned rows wave by wave in fp32 at the owner. A
+rank without a stage for a wave sends its (empty) part behind the next call that it does make.
 Every rank calls the same exchanges in the same order, with or without work of its own.
 
     rank r forward    start X_0 | local | start X_1, wait X_0, stage 0, merge | start X_2 .. | sink
     rank r backward   stage 0, start R_0 | stage 1, start R_1 | .. | local | wait and add R_0 ..
+    without stages    start R_0 | local, start R_1 | start R_2 .. | wait and add R_0 ..
 
 A fused direction has one exchange and makes one call over [received; own] keys. The other direction
 need not be fused: both read the same received buffer.
@@ -130,21 +132,18 @@ def backward_stages(
     Args:
         buffers: the KV buffers that forward received.
     """
-    calls, returns = stages.backward, []
+    calls, returns = stages.backward, _Returns(stages, k.dtype)
     if calls.fused:
         dkeys, dvalues = _stage_backward(layer, calls.local, *_with_local(buffers[0], k, v))
         received = buffers[0].shape[0]
-        returns.append(_return(stages, 0, dkeys[:received], dvalues[:received], k.dtype))
+        returns.add(dkeys[:received], dvalues[:received], called=True)
         dk, dv = dkeys[received:], dvalues[received:]
     else:
-        for wave, (stage, buffer) in enumerate(zip(calls.remote, buffers, strict=True)):
-            dkeys, dvalues = _stage_backward(layer, stage, *_split(buffer, k, v))
-            # The second hop of the wave before overlaps the stage that was just launched.
-            for before in returns[-1:]:
-                before.proceed()
-            returns.append(_return(stages, wave, dkeys, dvalues, k.dtype))
+        for stage, buffer in zip(calls.remote, buffers, strict=True):
+            grads = _stage_backward(layer, stage, *_split(buffer, k, v))
+            returns.add(*grads, called=not stage.empty)
         dk, dv = _stage_backward(layer, calls.local, k, v)
-    for exchange, wave in zip(stages.exchanges, returns, strict=True):
+    for exchange, wave in zip(stages.exchanges, returns.all(), strict=True):
         returned_k, returned_v = _split(wave.wait(), k, v)
         exchange.accumulate(dk, returned_k)
         exchange.accumulate(dv, returned_v)
@@ -181,15 +180,40 @@ def _first_stage(
     )
 
 
-def _return(
-    stages: AttentionStages,
-    wave: int,
-    dkeys: torch.Tensor,
-    dvalues: torch.Tensor,
-    dtype: torch.dtype,
-) -> Any:
-    """Start the way home of one wave's dK and dV, in the dtype of K and V on the wire."""
-    return stages.exchanges[wave].start_transposed(dkeys.to(dtype), dvalues.to(dtype))
+class _Returns:
+    """The way home of every wave's dK and dV, in the dtype of K and V on the wire.
+
+    They start in order, and while calls follow never two without a call between: the second waits
+    for the first, which waits for the slowest rank's stage, and with one hardware queue the call
+    behind them would wait as well.
+    """
+
+    def __init__(self, stages: AttentionStages, dtype: torch.dtype) -> None:
+        self.stages, self.dtype = stages, dtype
+        self.held: list[Tensors] = []
+        self.started: list[Any] = []
+        self.behind_call = True
+
+    def add(self, dkeys: torch.Tensor, dvalues: torch.Tensor, called: bool) -> None:
+        """Those of the next wave; ``called`` where a kernel was launched for them."""
+        self.behind_call = self.behind_call or called
+        self.held.append((dkeys.to(self.dtype), dvalues.to(self.dtype)))
+        if self.behind_call:
+            self._start()
+
+    def all(self) -> list[Any]:
+        """Every wave's return, once the last call is launched."""
+        while self.held:
+            self._start()
+        return self.started
+
+    def _start(self) -> None:
+        # The second hop of the wave before overlaps the call that was just launched.
+        for before in self.started[-1:]:
+            before.proceed()
+        exchange = self.stages.exchanges[len(self.started)]
+        self.started.append(exchange.start_transposed(*self.held.pop(0)))
+        self.behind_call = False
 
 
 def _split(
