@@ -71,7 +71,7 @@ def transfer_forgotten(patches):
     stock = distributed.compose_states
 
     def compose(nodes, states, transfers):
-        return stock(nodes, states, torch.zeros_like(transfers))
+        return stock(nodes, states, [torch.zeros_like(transfer) for transfer in transfers])
 
     patches.set(distributed, "compose_states", compose)
 
@@ -79,8 +79,8 @@ def transfer_forgotten(patches):
 def transfer_not_transposed(patches):
     stock = distributed.compose_gradients
 
-    def compose(nodes, states, transfers):
-        return stock(nodes, states, transfers.mT)
+    def compose(nodes, states, transfers, zero):
+        return stock(nodes, states, [transfer.mT for transfer in transfers], zero)
 
     patches.set(distributed, "compose_gradients", compose)
 

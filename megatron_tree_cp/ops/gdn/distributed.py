@@ -176,7 +176,8 @@ def backward_states(
         pending = start_exchange(rule.ctx, "gradients", part.backward, bank, transfers)
     kernel.pass_gradients(prep, tables.rest, into, grads)
     if tables.exchanges:
-        nodes = compose_gradients(part.gradient_nodes, *pending.wait())
+        zero = grads.new_zeros(rule.state)
+        nodes = compose_gradients(part.gradient_nodes, *pending.wait(), zero)
         if exports:
             entering = grads[runs : runs + exports]
             torch.stack([nodes[node] for node in part.outgoing], out=entering)

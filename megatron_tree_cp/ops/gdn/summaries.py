@@ -1,11 +1,12 @@
 """Exchange of run summaries, and their composition along the tree.
 
-States are [., H, Dk, Dv], transfers M [., H, Dk, Dk]. On the wire a matrix is its columns, rows of
-H * Dk numbers: one all-to-all carries both shapes.
+States are [., H, Dk, Dv], transfers M [., H, Dk, Dk]. On the wire they are cut, as they lie in
+memory, into rows of H * Dk numbers, Dv or Dk of them: one all-to-all carries both shapes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,8 @@ from megatron_tree_cp.plan.exchange import RankExchange
 from megatron_tree_cp.plan.recurrence import GradientNode, StateNode, SummaryExchange
 from megatron_tree_cp.plan.values import frozen_array
 
+Matrices = Sequence[torch.Tensor]
+
 
 @dataclass(frozen=True)
 class PendingSummaries:
@@ -27,11 +30,11 @@ class PendingSummaries:
     plan: SummaryExchange
     pending: PendingExchange
 
-    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def wait(self) -> tuple[Matrices, Matrices]:
         """States and transfers, the rank's own first, then those of each source rank."""
-        columns = self.pending.wait()
+        received = self.pending.wait()
         heads, key_dim, value_dim = self.states.shape[1:]
-        states, transfers, at = [self.states], [self.transfers], 0
+        states, transfers, at = [*self.states], [*self.transfers], 0
         for num_states, num_transfers in zip(
             self.plan.recv_states, self.plan.recv_transfers, strict=True
         ):
@@ -39,11 +42,10 @@ class PendingSummaries:
                 (states, num_states, value_dim),
                 (transfers, num_transfers, key_dim),
             ):
-                rows = columns[at : at + count * width]
-                shaped = rows.reshape(count, width, heads, key_dim).permute(0, 2, 3, 1)
-                parts.append(shaped)
+                rows = received[at : at + count * width]
+                parts += rows.view(count, heads, key_dim, width)
                 at += count * width
-        return torch.cat(states), torch.cat(transfers)
+        return states, transfers
 
 
 def start_exchange(
@@ -56,7 +58,7 @@ def start_exchange(
     """Send what `plan` names of the banks `states` and `transfers`; all ranks call this."""
     exchange = summary_exchange(ctx, name, plan, len(states), *states.shape[2:])
     return PendingSummaries(
-        states, transfers, plan, exchange.start(torch.cat([_columns(states), _columns(transfers)]))
+        states, transfers, plan, exchange.start(torch.cat([_rows(states), _rows(transfers)]))
     )
 
 
@@ -72,7 +74,7 @@ def summary_exchange(
     return ctx.cached(
         ("summary exchange", name, key_dim, value_dim),
         lambda: RangeExchange(
-            _column_ranges(plan, num_states, key_dim, value_dim),
+            _row_ranges(plan, num_states, key_dim, value_dim),
             ctx.cp_group,
             ctx.device,
             ctx.stream,
@@ -80,15 +82,15 @@ def summary_exchange(
     )
 
 
-def _columns(matrices: torch.Tensor) -> torch.Tensor:
-    count, heads, rows, columns = matrices.shape
-    return matrices.permute(0, 3, 1, 2).reshape(count * columns, heads * rows)
+def _rows(matrices: torch.Tensor) -> torch.Tensor:
+    count, heads, key_dim, columns = matrices.shape
+    return matrices.reshape(count * columns, heads * key_dim)
 
 
-def _column_ranges(
+def _row_ranges(
     plan: SummaryExchange, num_states: int, key_dim: int, value_dim: int
 ) -> RankExchange:
-    """The exchange in columns of the buffer [states; transfers]."""
+    """The exchange in rows of the buffer [states; transfers]."""
     starts, lengths, counts = [], [], []
     for states, transfers in zip(plan.send_states, plan.send_transfers, strict=True):
         starts += [states * value_dim, num_states * value_dim + transfers * key_dim]
@@ -110,7 +112,7 @@ def _column_ranges(
 
 
 def compose_states(
-    nodes: tuple[StateNode, ...], states: torch.Tensor, transfers: torch.Tensor
+    nodes: tuple[StateNode, ...], states: Matrices, transfers: Matrices
 ) -> list[torch.Tensor]:
     """End state [H, Dk, Dv] of every node, parents before children."""
     ends: list[torch.Tensor] = []
@@ -123,12 +125,15 @@ def compose_states(
 
 
 def compose_gradients(
-    nodes: tuple[GradientNode, ...], states: torch.Tensor, transfers: torch.Tensor
+    nodes: tuple[GradientNode, ...], states: Matrices, transfers: Matrices, zero: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Gradient [H, Dk, Dv] that enters at the end of every node, children before parents."""
+    """Gradient [H, Dk, Dv] that enters at the end of every node, children before parents.
+
+    ``zero`` is the gradient of a node that nothing enters.
+    """
     gradients: list[torch.Tensor] = []
     for node in nodes:
-        total = states.new_zeros(states.shape[1:])
+        total = zero
         for state in node.states:
             total = total + states[state]
         for transfer, child in node.products:
