@@ -26,6 +26,15 @@ for dtype in (torch.float32, torch.bfloat16):
         assert torch.allclose(lse.cpu(), want_lse, atol=1e-5)
         error = (out.float().cpu() - want).norm() / want.norm()
         assert error <= (1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps), error
+        # A sink: no output, one LSE a head, neither of which has memory for every row.
+        logits = normal(heads)
+        zero = torch.zeros(width, dtype=dtype, device=device).expand(out.shape)
+        sink = logits.expand(lse.shape)
+        merge.merge_into(want, want_lse, zero.cpu(), sink.cpu())
+        merge_triton.merge_into(out, lse, zero, sink)
+        assert torch.allclose(lse.cpu(), want_lse, atol=1e-5)
+        error = (out.float().cpu() - want).norm() / want.norm()
+        assert error <= (1e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps), error
 print("merged")
 """
 

@@ -54,7 +54,7 @@ class DistributedAttention(torch.autograd.Function):
         real = slice(0, tree.num_real)
         out, lse, remote = forward_stages(q[real], k[real], v[real], stages, kernel, scale)
         if sink is not None:
-            out, lse = apply_sink(out, lse, sink)
+            apply_sink(out, lse, sink)
         out, lse = _pad(out.to(q.dtype), tree.num_tokens), _pad(lse, tree.num_tokens)
         ctx.save_for_backward(q, k, v, sink, out, lse, *remote)
         ctx.tree, ctx.stages, ctx.kernel, ctx.scale = tree, stages, kernel, scale

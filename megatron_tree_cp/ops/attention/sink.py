@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import torch
 
+from megatron_tree_cp.ops.attention.merge import merge_into
 
-def apply_sink(
-    out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (y, L') of merged out [n, H, Dv] and lse [n, H] with sink logits [H]."""
-    logit = sink.to(lse.dtype)
-    weight = torch.sigmoid(lse - logit)
-    return out * weight[:, :, None].to(out.dtype), torch.logaddexp(lse, logit)
+
+def apply_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> None:
+    """Make merged out [n, H, Dv] and lse [n, H] into (y, L') with sink logits [H], in place.
+
+    To the merge, the sink is a stage whose output is zero and whose LSE is the logit.
+    """
+    nothing = out.new_zeros(out.shape[2]).expand(out.shape)
+    merge_into(out, lse, nothing, sink.to(lse.dtype).expand(lse.shape))
 
 
 def sink_gradient(lse: torch.Tensor, delta: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
