@@ -54,8 +54,8 @@ def search_layout(
 ) -> tuple[Schedule, tuple[Candidate, ...]]:
     """The best schedule found, and the total ms of what was priced on the way.
 
-    The contiguous seed and the winner of the search are priced exactly; the result is never worse
-    than the seed unless the seed does not fit the memory limit.
+    The contiguous seed and the winner of the search are priced exactly, with recurrent layers all
+    seeds; the result is never worse than these unless they do not fit the memory limit.
     """
     segments = join_only_children(tree)
     compute = ComputeBefore(segments, costs)
@@ -84,11 +84,10 @@ def search_layout(
         finer, owner = _descend(tree, cuts, seeds[best], costs, options[best])
         moved = Layout.from_pieces(finer, owner, cp_size, granule)
         layouts[f"{names[best]}, moved"] = moved
-    # Units estimate what an exchange of states costs: layouts without any are priced run by run.
-    local = [i for i, seed in enumerate(seeds) if seed.chains and not seed.chains.crosses]
-    if local:
-        i = min(local, key=lambda i: float(scores[i]))
-        layouts[f"{names[i]}, local"] = Layout.from_pieces(cuts, owners[i], cp_size, granule)
+    if chains is not None:
+        # Units estimate what an exchange of states costs: seeds are priced run by run as well.
+        for name, owner in zip(names[1:], owners[1:]):
+            layouts[name] = Layout.from_pieces(cuts, owner, cp_size, granule)
     for name, layout in layouts.items():
         if all(map(np.array_equal, layout.ranges, chosen.layout.ranges)):
             continue
