@@ -35,6 +35,9 @@ from .presets import crossing_layout
 from .silence import without_exchanges
 from .timing import Clock
 
+WARMING_S = 6.0
+"""Of cards before the dense row is timed: as hot as rows find them, which run for minutes."""
+
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 """Relative norm error that rounding explains: of probabilities, results and rows on the wire; in
 fp32 the order of sums."""
@@ -355,8 +358,8 @@ def dense_causal_tflops(
         out, lse = interface._flash_attn_fwd(q, k, v, causal=True, return_lse=True)[:2]
         interface._flash_attn_bwd(q, k, v, out, dout, lse, causal=True)
 
-    # A cold card runs some per cent faster for a second, until its power limit holds it back.
-    warming = 0.1 if clock.pause_ms else 1.5
+    # A cold card runs some per cent faster for seconds, until its power limit holds it back.
+    warming = 0.1 if clock.pause_ms else WARMING_S
     clock.wait()
     started = time.perf_counter()
     while time.perf_counter() - started < warming:

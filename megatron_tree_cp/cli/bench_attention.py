@@ -49,7 +49,10 @@ def run(args: argparse.Namespace) -> None:
     with ranks(args) as here:
         profile = profile_of(args, here)
         clocks = {cp: here.clock(cp, args.pause) for cp in here.groups if here.works(cp)}
-        limits = {cp: dense_causal_tflops(shape, clock) for cp, clock in clocks.items()}
+        limits: dict[int, tuple[float, float] | None] = {}
+        for cp, clock in clocks.items():  # the same cards have one limit
+            same = limits[min(limits)] if here.fill and limits else None
+            limits[cp] = same or dense_causal_tflops(shape, clock)
         transports = {
             cp: PeerTransport(group, here.device)
             for cp, group in here.groups.items()
