@@ -36,11 +36,12 @@ class GdnPredictionBench(PredictionBench):
         device: torch.device,
         profile: CostProfile,
         repeats: int = 5,
+        heat_ms: float = 0.0,
     ) -> None:
         self.gdn, self.cp_size, self.group, self.device = shape, cp_size, group, device
         self.profile, self.repeats = profile, repeats
         self.model = replace(shape.model(), activation_bytes=0.0)
-        self.watch = DeviceWatch(device, group, repeats, ahead=8)
+        self.watch = DeviceWatch(device, group, repeats, ahead=8, heat_ms=heat_ms)
 
     def plans(self, tree: PackedTree, row: int) -> tuple[list[tuple[str, RowPlan]], str]:
         """Contiguous shards (whose paths cross ranks), longest processing time, folded, two random

@@ -192,6 +192,7 @@ class PredictionBench:
         device: torch.device,
         profile: CostProfile,
         repeats: int = 5,
+        heat_ms: float = 0.0,
     ) -> None:
         self.shape, self.cp_size, self.group, self.device = shape, cp_size, group, device
         self.profile, self.repeats = profile, repeats
@@ -202,7 +203,7 @@ class PredictionBench:
             activation_bytes=0.0,
             dtype_bytes=shape.dtype.itemsize,
         )
-        self.watch = DeviceWatch(device, group, repeats, ahead=6)
+        self.watch = DeviceWatch(device, group, repeats, ahead=6, heat_ms=heat_ms)
 
     def plans(self, tree: PackedTree, row: int) -> tuple[list[tuple[str, RowPlan]], str]:
         """What is compared; see `distinct_plans`."""
@@ -264,6 +265,8 @@ class PredictionBench:
         """ms of forward and of backward, and the bytes above its inputs that the call held at most
         on the rank that held most (0 on CPU)."""
         cuda = self.device.type == "cuda"
+        expected = float(context.plan.predicted.total_ms)
+        self.watch.heat(lambda: self._run(context, inputs, lambda: None), expected)
         held = 0
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.device)

@@ -43,10 +43,18 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cp", nargs="+", type=int, default=[1], metavar="N", help="context-parallel sizes")
     add("--heads", default="32/4/128", metavar="Q/KV/D", help="query heads, KV heads, head dim")
     add("--impl", default="auto", metavar="NAME", help="attention kernel")
+    add("--heat", type=float, default=60.0, metavar="MS", help="of a call before it is timed")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--commit", default="unknown", metavar="HASH", help="recorded")
     add("--hardware", metavar="TEXT", help="recorded; default: the device's name")
+
+
+def heat_ms(args: argparse.Namespace) -> float:
+    """ms of its own calls before a case is timed: a CPU has no power limit that shows."""
+    if args.heat < 0:
+        raise InputError("--heat must be at least 0")
+    return float(args.heat) if args.device == "cuda" else 0.0
 
 
 def run(args: argparse.Namespace) -> None:
@@ -95,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
                 write_atomically(args.samples, samples_text(samples).encode())
 
         def measure(parts: list[Component], group: Any, ahead: int = 2) -> None:
-            watch = DeviceWatch(here.device, group, args.repeats, ahead)
+            watch = DeviceWatch(here.device, group, args.repeats, ahead, heat_ms(args))
             missing = [part for part in parts if part.name not in samples]
             collect(missing, watch, here.say, samples, keep)
 
@@ -146,5 +154,5 @@ def _command(args: argparse.Namespace) -> str:
     words = [f"torchrun --nproc-per-node {max(args.cp)} -m megatron_tree_cp.cli calibrate"]
     words += [f"--cp {' '.join(map(str, args.cp))} --device {args.device} --heads {args.heads}"]
     words += [f"--dtype {args.dtype} --impl {args.impl} --hidden-size {args.hidden_size}"]
-    words += [f"--ffn-size {args.ffn_size} --repeats {args.repeats}"]
+    words += [f"--ffn-size {args.ffn_size} --repeats {args.repeats} --heat {args.heat:g}"]
     return " ".join(words + ["--gdn"] * args.gdn + ["--quick"] * args.quick)

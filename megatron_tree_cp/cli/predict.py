@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..tree.errors import InputError
 from .bench_ranks import identity, profile_of, ranks
-from .calibrate import PACKAGES, add_device_arguments
+from .calibrate import PACKAGES, add_device_arguments, heat_ms
 from .heads import attention_heads, gdn_heads
 
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
         for preset in args.preset:
             for cp, group in here.groups.items():
                 if here.rank < cp:
-                    where = (cp, group, here.device, profile, args.repeats)
+                    where = (cp, group, here.device, profile, args.repeats, heat_ms(args))
                     bench = (
                         GdnPredictionBench(recurrent, *where)
                         if gdn
@@ -96,6 +96,7 @@ def _command(args: argparse.Namespace) -> str:
     words += [f"--preset {' '.join(args.preset)} --cp {' '.join(map(str, args.cp))}"]
     words += [f"--device {args.device} --heads {args.heads} --dtype {args.dtype}"]
     words += [f"--impl {args.impl} --rows {args.rows} --repeats {args.repeats}"]
+    words += [f"--heat {args.heat:g}"]
     for name in ("profile", "tokens", "window"):
         if getattr(args, name) is not None:
             words.append(f"--{name} {getattr(args, name)}")

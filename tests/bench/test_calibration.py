@@ -1,5 +1,7 @@
 """Fits against a clock whose costs are known: coefficients come back, errors are reported."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -20,7 +22,7 @@ from megatron_tree_cp.bench.calibration.report import (
     samples_text,
 )
 from megatron_tree_cp.bench.calibration.samples import stage_cases
-from megatron_tree_cp.bench.calibration.watch import DeviceWatch
+from megatron_tree_cp.bench.calibration.watch import MAX_HEAT_CALLS, DeviceWatch
 from megatron_tree_cp.ops.attention.block_mask import tile_classes
 from megatron_tree_cp.plan.profile import load_profile
 from megatron_tree_cp.plan.remote import TILE
@@ -217,6 +219,21 @@ def test_device_watch_takes_differences():
     watch = DeviceWatch(torch.device("cpu"), repeats=3)
     sample = watch.sample("x", Case("c", {"launch": 1.0}, prepare))
     assert calls == ["both", "alone"] * 4 and sample.scale > 0
+
+
+def test_a_case_is_timed_after_so_much_of_itself():
+    calls = []
+
+    def prepare():
+        return lambda: (calls.append(len(calls)), time.sleep(0.004))
+
+    watch = DeviceWatch(torch.device("cpu"), repeats=2, heat_ms=20.0)
+    sample = watch.sample("x", Case("c", {"launch": 1.0}, prepare))
+    # Once for what compiles, once to know how long it takes, 20 ms of it, and the two that count.
+    assert 4 + 1 <= len(calls) <= 4 + 5 and sample.ms >= 4
+    calls.clear()
+    watch.heat(lambda: calls.append(1), 1e-9)
+    assert len(calls) == MAX_HEAT_CALLS
 
 
 def test_stage_features_are_the_kernels_tiles():
