@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from ..plan.planner import plan_row
+from ..plan.profile import CostProfile
+from ..plan.shipped_profiles import profile_for
 from ..tree.packed_tree import PackedTree
 from .evidence import Evidence, spread, write_evidence
 from .presets import MEASURED_ROWS, PRESETS
@@ -24,14 +26,16 @@ SIZES = ((262_144, 8), (1_048_576, 64))
 MODULE = "python -m megatron_tree_cp.bench.planner"
 
 
-def measure_planning(preset: str, cp_size: int, tokens: int, rows: range) -> list[dict[str, float]]:
+def measure_planning(
+    preset: str, cp_size: int, tokens: int, rows: range, profile: CostProfile | None = None
+) -> list[dict[str, float]]:
     """Per row: ``cpu_ms`` and ``wall_ms`` from tree to plan and digest, and predicted ms."""
     plan_row(PackedTree([300, 200, 100], [-1, 0, 0]), 2)  # numpy's own first use is no planning
     result = []
     for row in rows:
         tree = PRESETS[preset].tree(cp_size, row, tokens)
         wall, cpu = time.perf_counter(), time.process_time()
-        plan = plan_row(tree, cp_size)
+        plan = plan_row(tree, cp_size, None, profile)
         _ = plan.digest
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
         predicted = plan.predicted
@@ -48,10 +52,16 @@ def measure_planning(preset: str, cp_size: int, tokens: int, rows: range) -> lis
 
 
 def _record(
-    preset: str, tokens: int, cp_size: int, count: int, commit: str, command: str
+    preset: str,
+    tokens: int,
+    cp_size: int,
+    count: int,
+    profile: CostProfile,
+    commit: str,
+    command: str,
 ) -> Evidence:
     rows = range(MEASURED_ROWS.start, MEASURED_ROWS.start + count)
-    measured = measure_planning(preset, cp_size, tokens, rows)
+    measured = measure_planning(preset, cp_size, tokens, rows, profile)
     gain = [100 * (1 - m["predicted_ms"] / m["contiguous_ms"]) for m in measured]
     metrics = {
         "planning_cpu_ms": spread([m["cpu_ms"] for m in measured]),
@@ -75,7 +85,7 @@ def _record(
         commit=commit,
         command=command,
         date=datetime.date.today().isoformat(),
-        variant=f"{tokens} tokens",
+        variant=f"{tokens} tokens, profile {profile.name}",
         rows=measured,
     )
 
@@ -91,13 +101,17 @@ def main() -> None:
     add("--preset", nargs="+", default=list(PRESETS), choices=PRESETS, metavar="NAME")
     add("--size", nargs="+", type=_size, default=SIZES, metavar="TOKENSxCP", help="rows and ranks")
     add("--rows", type=int, default=len(MEASURED_ROWS))
+    add("--device", default="H200", metavar="NAME", help="plan with this device's shipped costs")
     add("--commit", default="unknown", metavar="HASH")
     add("--evidence", type=Path, metavar="FILE.json")
     args = parser.parse_args()
     sizes = " ".join(f"{tokens}x{cp}" for tokens, cp in args.size)
     command = f"{MODULE} --preset {' '.join(args.preset)} --size {sizes} --rows {args.rows}"
+    command += f" --device {args.device}"
+    profile, note = profile_for(args.device)
+    print(note, flush=True)
     records = [
-        _record(preset, tokens, cp, args.rows, args.commit, command)
+        _record(preset, tokens, cp, args.rows, profile, args.commit, command)
         for tokens, cp in args.size
         for preset in args.preset
     ]
