@@ -45,12 +45,14 @@ class Preset:
     """One family, root level first, repeated until a row is full.
 
     ``base`` tokens per rank (weak scaling), or per row where ``strong`` is set (strong scaling).
+    The first family has the levels ``first`` where these are given.
     """
 
     name: str
     levels: tuple[Level, ...]
     base: int
     strong: bool = False
+    first: tuple[Level, ...] = ()
 
     def num_tokens(self, cp_size: int) -> int:
         """Tokens of a row on ``cp_size`` ranks."""
@@ -63,20 +65,22 @@ class Preset:
         lengths: list[int] = []
         parents: list[int] = []
 
-        def grow(depth: int, parent: int) -> None:
+        def grow(levels: tuple[Level, ...], parent: int) -> None:
             nonlocal left
-            for _ in range(self.levels[depth].count):
+            for _ in range(levels[0].count):
                 if left == 0:
                     return
-                length = min(self.levels[depth].draw(rng), left)
+                length = min(levels[0].draw(rng), left)
                 left -= length
                 lengths.append(length)
                 parents.append(parent)
-                if depth + 1 < len(self.levels):
-                    grow(depth + 1, len(lengths) - 1)
+                if levels[1:]:
+                    grow(levels[1:], len(lengths) - 1)
 
+        if self.first:
+            grow(self.first, -1)
         while left:
-            grow(0, -1)
+            grow(self.levels, -1)
         return PackedTree(lengths, parents)
 
 
@@ -98,6 +102,13 @@ _ALL = (
         65_536,
     ),
     Preset("short", (Level(1, 64, 7, 13), Level(4, 16, 5, 10)), 40_960),
+    # A long rollout beside short chats: whoever gets equal work gets unequal tokens.
+    Preset(
+        "lopsided",
+        (Level(1, 256), Level(4, 64, 16, 32)),
+        40_960,
+        first=(Level(1, 30_000), Level(8, 1000, 200, 400)),
+    ),
     Preset("one_tree", (Level(1, 65_536), Level(12, 16_384)), 262_144, strong=True),
     Preset("one_chain", (Level(1, 262_144),), 262_144, strong=True),
 )

@@ -4,7 +4,10 @@ import random
 
 import pytest
 
+from megatron_tree_cp.bench.attention import Shape
 from megatron_tree_cp.bench.presets import PRESETS, preset_tree
+from megatron_tree_cp.plan import plan_row
+from megatron_tree_cp.plan.shipped_profiles import profile_for
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -32,3 +35,20 @@ def test_fixed_rows_repeat_and_clip():
 def test_unknown_preset():
     with pytest.raises(ValueError, match="known: fixed_5k"):
         preset_tree("nope", 1)
+
+
+def test_a_first_family_of_its_own():
+    tree = preset_tree("lopsided", 2)
+    assert tree.lengths[0] == 30_000 and tree.parents[:10].tolist() == [-1, *[0] * 8, -1]
+    assert tree.lengths[9] == 256 and tree.parents[10:14].tolist() == [9] * 4
+    assert (tree.parents < 0).sum() > 50 and tree.lengths[1:9].max() <= 1400
+
+
+def test_the_search_beats_contiguous_shards_where_tokens_and_work_part():
+    """Predicted by the costs of an H200, at CP4: attention alone, and a whole layer."""
+    profile = profile_for("H200")[0]
+    for model in (Shape().model(), None):
+        predicted = plan_row(preset_tree("lopsided", 4), 4, model, profile).predicted
+        contiguous = predicted.candidates[0]
+        assert contiguous.name == "contiguous"
+        assert predicted.total_ms < 0.9 * contiguous.total_ms and predicted.imbalance < 1.05
