@@ -53,6 +53,13 @@ class CostProfile:
     backward_window_factor: float = 1.0
     """The same in the backward."""
 
+    forward_window_row_ms: float = 0.0
+    """Forward time of one head's query row under a window, beside its pairs: tiles at its edges are
+    masked pair by pair."""
+
+    backward_window_row_ms: float = 0.0
+    """The same in the backward."""
+
     head_dim_factors: tuple[tuple[int, float, float], ...] = ()
     """(key head dim, forward, backward): time of a FLOP of pairs over one at the heads that were
     calibrated. A head dim takes the nearest (by ratio), the smaller of two as near."""

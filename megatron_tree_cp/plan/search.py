@@ -251,6 +251,7 @@ class ComputeBefore:
         for window in costs.windows:
             rates = [(costs.rates(layer), layer.layers) for layer in costs.classes_of(window)]
             pair_ms = sum(n * (r.forward_pair_ms + r.backward_pair_ms) for r, n in rates)
+            self._token_ms += sum(n * (r.forward_edge_ms + r.backward_edge_ms) for r, n in rates)
             begin = segments.position
             keys = _path_keys(begin, begin + segments.length, window)
             self._windows.append((window, pair_ms, np.concatenate([[0], np.cumsum(keys)])))

@@ -71,6 +71,8 @@ def scaled_profile(profile: CostProfile, compute: float, memory: float) -> CostP
         token_flops_per_ms=profile.token_flops_per_ms * compute,
         forward_flops_per_ms=profile.forward_flops_per_ms * compute,
         backward_flops_per_ms=profile.backward_flops_per_ms * compute,
+        forward_window_row_ms=profile.forward_window_row_ms / compute,
+        backward_window_row_ms=profile.backward_window_row_ms / compute,
         fill_flops=profile.fill_flops * compute,
         backward_fill_flops=None if filled is None else filled * compute,
         memory_bytes_per_ms=profile.memory_bytes_per_ms * memory,

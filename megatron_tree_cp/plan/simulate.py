@@ -104,6 +104,9 @@ class LayerRates:
     pair_flops: float
     kv_bytes: float
     output_bytes: float
+    forward_edge_ms: float = 0.0
+    backward_edge_ms: float = 0.0
+    """A query row of all heads at the edges of its window."""
 
     @classmethod
     def of(
@@ -113,9 +116,15 @@ class LayerRates:
         flops = layer.pair_flops / tp_size
         kv_heads = max(layer.kv_heads / tp_size, 1.0)  # fewer heads than ranks are replicated
         ahead, back = profile.head_dim_factor(layer.head_dim)
+        edges = (0.0, 0.0)
         if layer.window is not None:
             ahead *= profile.forward_window_factor
             back *= profile.backward_window_factor
+            heads = layer.query_heads / tp_size
+            edges = (
+                heads * profile.forward_window_row_ms,
+                heads * profile.backward_window_row_ms,
+            )
         return cls(
             profile,
             forward_pair_ms=flops / profile.forward_flops_per_ms * ahead,
@@ -123,6 +132,8 @@ class LayerRates:
             pair_flops=flops,
             kv_bytes=kv_heads * (layer.head_dim + layer.value_width) * dtype_bytes,
             output_bytes=layer.query_heads / tp_size * layer.value_width * dtype_bytes,
+            forward_edge_ms=edges[0],
+            backward_edge_ms=edges[1],
         )
 
     def stage_ms(self, load: StageLoad, backward: bool = False, remote: bool = False) -> Array:
@@ -135,6 +146,7 @@ class LayerRates:
         )
         if backward:
             pair_ms, launch = self.backward_pair_ms, profile.backward_launch_ms
+            edge_ms = self.backward_edge_ms
             hidden_factor = profile.backward_hidden_factor
             row_passes, key_passes = profile.backward_row_passes, profile.backward_key_passes
             factor = _or(profile.backward_remote_factor, factor)
@@ -142,6 +154,7 @@ class LayerRates:
             fill = _or(profile.backward_fill_flops, fill)
         else:
             pair_ms, launch = self.forward_pair_ms, profile.forward_launch_ms
+            edge_ms = self.forward_edge_ms
             hidden_factor = profile.forward_hidden_factor
             row_passes, key_passes = profile.forward_row_passes, 0.0
         work = touched = pairs
@@ -149,6 +162,8 @@ class LayerRates:
             work, touched = pairs + load.hidden * hidden_factor, pairs + load.hidden
         short = np.maximum(1.0 - touched * (self.pair_flops / fill), 0.0)
         ms = launch + work * (pair_ms * (factor if remote else 1.0)) + short * underfill
+        if edge_ms:
+            ms = ms + load.queries * edge_ms
         if row_passes:
             ms = ms + self.copy_ms(load.queries, row_passes * self.output_bytes)
         if key_passes:

@@ -40,6 +40,7 @@ TRUTH = {
     "forward_hidden_factor": 1.5,
     "remote_pair_factor": 1.1,
     "forward_window_factor": 1.2,
+    "forward_window_row_ms": 2e-7,
     "forward_launch_ms": 0.02,
     "forward_row_passes": 1.0,
     "underfill_ms": 0.1,
@@ -80,7 +81,8 @@ class KnownClock:
         pairs = local + far * remote + f["hidden_flops"] * hidden + f["window_flops"] * (window - 1)
         short = max(1 - f["work"] / t["fill_flops"], 0.0) * t["underfill_ms"]
         moved = sum(count * f[name] for name, count in passes.items())
-        return launch + pairs * pair + short + moved / t["memory_bytes_per_ms"]
+        edges = f["window_rows"] * t["forward_window_row_ms"]
+        return launch + pairs * pair + edges + short + moved / t["memory_bytes_per_ms"]
 
     def attention_forward(self, f):
         t = self.truth

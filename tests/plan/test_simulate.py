@@ -170,6 +170,18 @@ def test_hidden_pairs_rows_and_keys_have_prices():
     assert rates(priced).stage_ms(load, backward=True) == pytest.approx([40 + 20, 0])
 
 
+def test_rows_under_a_window_cost_their_edges():
+    load = StageLoad(np.array([4, 0]), None, np.array([2, 2]), np.array([5, 5]))
+    edges = replace(PROFILE, forward_window_row_ms=3.0, backward_window_row_ms=5.0)
+    layer = replace(LAYER, window=7, query_heads=4)
+    windowed = LayerRates.of(layer, edges, 1, 2)
+    # On one of two TP ranks 4 pairs of 2 ms, and 2 rows of 2 heads; nothing where no pair is
+    # visible, and without a window.
+    assert windowed.stage_ms(load) == pytest.approx([4 * 2 + 2 * 2 * 3, 0])
+    assert windowed.stage_ms(load, backward=True) == pytest.approx([2.5 * 4 * 2 + 2 * 2 * 5, 0])
+    assert rates(edges).stage_ms(load) == pytest.approx([4, 0])
+
+
 def test_backward_coefficients_default_to_the_forwards():
     load = StageLoad(np.array([4]), None, np.array([2]), np.array([5]))
     base = replace(PROFILE, remote_pair_factor=2.0, underfill_ms=8.0, fill_flops=32.0)

@@ -74,7 +74,7 @@ class Workload:
 def device_components(work: Workload, device: torch.device) -> list[Component]:
     """What one device tells, in the order in which the fits need each other."""
     bench = DeviceBench(work, device)
-    head = ("launch", "flops", "local_flops", "remote_flops", "window_flops")
+    head = ("launch", "flops", "local_flops", "remote_flops", "window_flops", "window_rows")
     tiles = (*head, "tile_flops", "hidden_flops")
     ramps = tuple(ramp / work.scale for ramp in RAMPS)
     return [
@@ -145,7 +145,7 @@ class DeviceBench:
             )
 
     def stage_features(self, stage: StageCase) -> Features:
-        flops = self.work.layer().pair_flops
+        flops, heads = self.work.layer().pair_flops, float(self.work.query_heads)
         begin, end = stage.plan.query_range
         place = "remote" if stage.remote else "local"
         return {
@@ -155,6 +155,7 @@ class DeviceBench:
             "hidden_flops": flops * stage.hidden,
             "tile_flops": flops * (stage.pairs + stage.hidden),
             "window_flops": flops * stage.pairs if stage.window is not None else 0.0,
+            "window_rows": (end - begin) * heads if stage.window is not None else 0.0,
             "work": flops * (stage.pairs + stage.hidden),
             "row_bytes": float((end - begin) * self.work.output_bytes),
             "key_bytes": float(stage.plan.keys.num_keys * self.work.kv_bytes),
