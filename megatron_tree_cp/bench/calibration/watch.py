@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from typing import Any
 
@@ -63,8 +62,8 @@ class DeviceWatch:
         )
 
     def heat(self, call: Call, ms: float) -> None:
-        """Repeat a call of so many ms, the same on all ranks, for ``heat_ms``."""
-        for _ in range(min(math.ceil(self.heat_ms / max(ms, 1e-3)), MAX_HEAT_CALLS)):
+        """Repeat a call of so many ms, the same on all ranks, for ``heat_ms`` at most."""
+        for _ in range(min(int(self.heat_ms / max(ms, 1e-3)), MAX_HEAT_CALLS)):
             call()
 
     def once(self, call: Call) -> float:
