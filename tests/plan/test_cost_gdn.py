@@ -16,6 +16,7 @@ from megatron_tree_cp.plan.cost_gdn import GdnRates
 from megatron_tree_cp.plan.recurrence import RecurrencePlan
 from megatron_tree_cp.plan.recurrence_loads import recurrence_loads
 from megatron_tree_cp.plan.runs import join_only_children
+from megatron_tree_cp.plan.shipped_profiles import profile_for
 from megatron_tree_cp.plan.unit_chains import ChainState, UnitChains
 from megatron_tree_cp.plan.units import unit_cuts
 from megatron_tree_cp.tree.packed_tree import PackedTree
@@ -241,3 +242,16 @@ def test_states_count_in_the_predicted_peak():
     assert peak == states + rows + 4 * 32 * 128 * 128  # one run's gradient in fp32
     with pytest.raises(ValueError, match="the limit is"):
         plan_row(tree, 1, wide, CostProfile(memory_limit_bytes=states))
+
+
+@pytest.mark.parametrize("heads", [(2, 4, 128), (4, 8, 128), (32, 32, 64), (16, 64, 128)])
+def test_a_fork_is_cheaper_than_a_chunk_walked_again(heads):
+    """Why no child walks its parent's chunks in the place of a fork: by an H200's costs."""
+    keys, values, dim = heads
+    layer = LayerClass("gdn", kind="gdn", query_heads=keys, kv_heads=values, head_dim=dim)
+    rates = GdnRates.of(layer, profile_for("H200")[0], 2, 1)
+    # States are walked forward and again in backward, gradients once.
+    fork = 2 * rates.states.fork + rates.gradients.fork
+    walked = 2 * rates.states.chunk + rates.gradients.chunk
+    chunk = walked + 64 * (rates.token_ms + rates.token_back_ms)
+    assert 4 * fork < chunk
