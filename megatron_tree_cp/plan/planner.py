@@ -93,11 +93,7 @@ def _predict(chosen: Schedule, costs: CostModel, tried: tuple[Candidate, ...]) -
         tokens=chosen.tokens,
         pairs=pairs,
         remote_tokens=remote,
-        peak_bytes=costs.peak_bytes(
-            chosen.tokens,
-            [part.crossing for part in chosen.windows],
-            chosen.recurrent.loads.walk if chosen.recurrent else None,
-        ),
+        peak_bytes=chosen.peak_bytes(costs),
         total_ms=chosen.total_ms,
         candidates=tried + tuple(c for part in chosen.windows for c in part.candidates),
         chained_runs=chosen.recurrent.loads.chained if chosen.recurrent else 0,

@@ -84,6 +84,11 @@ class Schedule:
         recurrent = () if self.recurrent is None else (self.recurrent.cost,)
         return (self.other, *(window.cost for window in self.windows), *recurrent)
 
+    def peak_bytes(self, costs: CostModel) -> Array:
+        """Bytes per rank, as `CostModel.peak_bytes` counts them."""
+        walk = None if self.recurrent is None else self.recurrent.loads.walk
+        return costs.peak_bytes(self.tokens, [window.crossing for window in self.windows], walk)
+
 
 def schedule(tree: PackedTree, layout: Layout, costs: CostModel, waves: int | None) -> Schedule:
     """Choose the waves of every window; ``waves`` None is free, 0 fused, N forces N staged."""

@@ -109,8 +109,7 @@ def _excess(found: Schedule, costs: CostModel) -> float:
     limit = costs.profile.memory_limit_bytes
     if limit is None:
         return 0.0
-    crossing = [window.crossing for window in found.windows]
-    return max(float(costs.peak_bytes(found.tokens, crossing).max()) - limit, 0.0)
+    return max(float(found.peak_bytes(costs).max()) - limit, 0.0)
 
 
 def _seeds(

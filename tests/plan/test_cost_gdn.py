@@ -16,6 +16,7 @@ from megatron_tree_cp.plan.cost_gdn import GdnRates
 from megatron_tree_cp.plan.recurrence import RecurrencePlan
 from megatron_tree_cp.plan.recurrence_loads import recurrence_loads
 from megatron_tree_cp.plan.runs import join_only_children
+from megatron_tree_cp.plan.schedule import schedule
 from megatron_tree_cp.plan.shipped_profiles import profile_for
 from megatron_tree_cp.plan.unit_chains import ChainState, UnitChains
 from megatron_tree_cp.plan.units import unit_cuts
@@ -255,3 +256,16 @@ def test_a_fork_is_cheaper_than_a_chunk_walked_again(heads):
     walked = 2 * rates.states.chunk + rates.gradients.chunk
     chunk = walked + 64 * (rates.token_ms + rates.token_back_ms)
     assert 4 * fork < chunk
+
+
+def test_the_memory_limit_means_the_same_to_the_search_and_to_the_plan():
+    """Of short runs, whose gradients in fp32 and half-empty chunks only a priced layout knows."""
+    tree = PackedTree([70] * 200, [-1] * 200)
+    free = plan_row(tree, 2, MODEL).predicted
+    costs = CostModel(MODEL, CostProfile(), 1)
+    found = schedule(tree, plan_row(tree, 2, MODEL).layouts["main"], costs, None)
+    assert found.peak_bytes(costs).tolist() == free.peak_bytes.tolist()
+    assert found.peak_bytes(costs).max() > 1.25 * costs.peak_bytes(free.tokens, []).max()
+    # What the search takes for fitting, the plan does not refuse.
+    tight = CostProfile(memory_limit_bytes=1.001 * float(free.peak_bytes.max()))
+    assert plan_row(tree, 2, MODEL, tight).predicted.peak_bytes.max() <= tight.memory_limit_bytes
