@@ -31,8 +31,8 @@ from .values import Array
 class _Traffic:
     """Elements that a layer's kernels read and write, the convolution aside.
 
-    Of tokens they are weights: times of four shapes follow the value heads alone, forward 1.57 and
-    backward twice as much at 128/128 as at 64/64 (`bench.calibration.recurrence` measures them).
+    Of tokens they are weights, by value heads and their dims alone, as measured times go: the error
+    of the shape that no fit has seen, in a profile's file, says how well.
     """
 
     token: float
