@@ -10,6 +10,7 @@ from megatron_tree_cp.ops.attention import reference, tiled
 from megatron_tree_cp.ops.attention.block_mask import tile_classes
 from megatron_tree_cp.ops.attention.interval_mask import IntervalMask
 from megatron_tree_cp.ops.attention.merge import merge_into
+from megatron_tree_cp.tree.packed_tree import PackedTree
 
 
 def random_mask(seed: int, queries: int, keys: int, window: int | None) -> IntervalMask:
@@ -58,6 +59,17 @@ def test_tile_classes(mask, q_tile, k_tile):
         torch.arange(mask.num_queries)[:, None] < mask.hi
     )
     assert torch.equal(mask.reached(), covered.any(1))
+
+
+def test_a_window_drops_tiles_where_branches_meet():
+    """A tile that holds one branch's end and another's beginning touches no key between them."""
+    tree = PackedTree((40, 250, 261), (-1, 0, 0))
+    positions = torch.from_numpy(tree.positions).int()
+    rows = torch.arange(tree.num_tokens, dtype=torch.int32)
+    hi = torch.from_numpy(tree.subtree_end).int()
+    mask = IntervalMask(rows, hi, len(rows), positions, positions, window=20)
+    touched = tile_classes(mask, 16, 16).touched
+    assert torch.equal(touched, _by_tile(mask.dense(), 16, 16, False).any(2))
 
 
 @settings(max_examples=40)

@@ -2,13 +2,14 @@
 
 *full* comes from the tile-wise max of lo and min of hi and is exact. *touched* comes from a
 difference array over query tiles, one column per key tile, and is exact without a window: it counts
-each key's own tiles, not the hull of the key tile's intervals. With a window the extreme positions
-of the two tiles bound the distance, so *touched* is conservative and *full* stays exact in the
-sense that no full tile hides a pair.
+each key's own tiles, not the hull of the key tile's intervals. With a window the positions of the
+keys that reach the query tile, and of the queries between their first lo and last hi, bound the
+distance: *touched* may keep a tile where branches meet, and no *full* tile hides a pair.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,8 @@ import torch.nn.functional as F
 from megatron_tree_cp.ops.attention.interval_mask import IntervalMask
 
 _FAR = 2**30
+_PAIRS_AT_ONCE = 2**22
+"""Entries of the largest table that a window's classification holds."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,13 @@ def tile_classes(mask: IntervalMask, q_tile: int, k_tile: int) -> TileClasses:
     full = (lo_max <= first) & (hi_min >= last)
     if mask.window is not None:
         q_pos, k_pos = (positions.long() for positions in mask.window_positions)
-        q_min = _per_tile(q_pos, num_q, q_tile, _FAR).amin(1)[:, None]
         q_max = _per_tile(q_pos, num_q, q_tile, -_FAR).amax(1)[:, None]
         k_min = _per_tile(k_pos, num_k, k_tile, _FAR).amin(1)
-        k_max = _per_tile(k_pos, num_k, k_tile, -_FAR).amax(1)
         full &= q_max - k_min < mask.window
-        touched &= q_min - k_max < mask.window
+        at_once = max(1, _PAIRS_AT_ONCE // max(num_q * q_tile, num_k * k_tile))
+        for some in torch.arange(num_q, device=device).split(at_once):
+            distance = _least_distance(lo, hi, q_pos, k_pos, some * q_tile, q_tile, k_tile)
+            touched[some] &= distance < mask.window
     return TileClasses(touched, full & touched, q_tile, k_tile)
 
 
@@ -74,6 +78,31 @@ def _touched(
     difference.index_add_(0, begin * num_k + key_tile, step)
     difference.index_add_(0, end * num_k + key_tile, -step)
     return difference.view(num_q + 1, num_k).cumsum(0)[:num_q] > 0
+
+
+def _least_distance(
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    q_pos: torch.Tensor,
+    k_pos: torch.Tensor,
+    first: torch.Tensor,
+    q_tile: int,
+    k_tile: int,
+) -> torch.Tensor:
+    """int64[len(first), key tiles]: a bound below of position(query) - position(key) in the tiles
+    that begin at queries ``first``, over pairs that intervals allow."""
+    num_k = -(-lo.shape[0] // k_tile)
+    keys = functools.partial(_per_tile, num_tiles=num_k, tile=k_tile)
+    lo, hi, k_pos = keys(lo, fill=_FAR), keys(hi, fill=-_FAR), keys(k_pos, fill=0)
+    begin = first[:, None, None]
+    reach = (lo < begin + q_tile) & (hi > begin) & (lo < hi)
+    nearest_key = k_pos.masked_fill(~reach, -_FAR).amax(2)
+    earliest = lo.masked_fill(~reach, _FAR).amin(2)[..., None]
+    latest = hi.masked_fill(~reach, -_FAR).amax(2)[..., None]
+    queries = begin + torch.arange(q_tile, device=lo.device)
+    positions = F.pad(q_pos, (0, q_tile), value=_FAR)[queries]
+    reached = (earliest <= queries) & (queries < latest)
+    return positions.masked_fill(~reached, _FAR).amin(2) - nearest_key
 
 
 def _per_tile(values: torch.Tensor, num_tiles: int, tile: int, fill: int) -> torch.Tensor:

@@ -78,11 +78,16 @@ def _tables(
             queries = q_tile[:, None] * Q_TILE + query[None, :]
             inside = (query < Q_TILE)[None, :] & (queries < num_queries)
             position = tl.load(q_positions + queries, mask=inside, other=0)
-            q_min = tl.min(tl.where(inside, position, HIDDEN), axis=1)
             q_max = tl.max(tl.where(inside, position, -HIDDEN), axis=1)
             place = tl.load(k_positions + keys, mask=present, other=0)
             k_min = tl.min(tl.where(present, place, HIDDEN), axis=1)
-            k_max = tl.max(tl.where(present, place, -HIDDEN), axis=1)
+            # The nearest pair: of keys that reach the tile, and of queries that they reach.
+            reach = present & meets
+            k_max = tl.max(tl.where(reach, place, -HIDDEN), axis=1)
+            earliest = tl.min(tl.where(reach, low, HIDDEN), axis=1)
+            latest = tl.max(tl.where(reach, high, -HIDDEN), axis=1)
+            reached = inside & (queries >= earliest[:, None]) & (queries < latest[:, None])
+            q_min = tl.min(tl.where(reached, position, HIDDEN), axis=1)
             full = full & (q_max - k_min < window)
             touched = touched & (q_min - k_max < window)
         touched = touched & (walked < columns)

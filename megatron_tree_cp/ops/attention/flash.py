@@ -15,7 +15,6 @@ import functools
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from flash_attn.cute import interface
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.cute_dsl_utils import torch2cute_dtype_map
@@ -28,26 +27,18 @@ from megatron_tree_cp.ops.attention.flash_kernels import (
     backward_config,
     forward_config,
 )
+from megatron_tree_cp.ops.attention.flash_mask import MaskKind
 from megatron_tree_cp.ops.attention.interval_mask import IntervalMask
-
-_HIDDEN = 2**30
 
 
 def _tables(mask: IntervalMask, dim: int, value_dim: int) -> StageTables:
     def build() -> StageTables:
         config = forward_config(dim, value_dim)
         key_tile = backward_config(dim, value_dim).n_block_size
-        # Tiles may look up rows past the extents: those read entries that hide them.
-        keys = -mask.num_keys % 256
-        aux = [F.pad(mask.lo, (0, keys), value=_HIDDEN), F.pad(mask.hi, (0, keys))]
-        if mask.window is not None:
-            q_positions, k_positions = mask.window_positions
-            aux.append(F.pad(q_positions, (0, -mask.num_queries % 256)))
-            aux.append(F.pad(k_positions + mask.window, (0, keys)))
-        plain = flash_kernels.own_interval if mask.diagonal else flash_kernels.interval
+        kind = MaskKind.of(mask)
         return StageTables(
-            plain if mask.window is None else flash_kernels.interval_in_window,
-            aux,
+            kind,
+            kind.arrays(mask),
             _sparse(mask, config.m_block_size, config.n_block_size, by_key=False),
             _sparse(mask, QUERY_TILE, key_tile, by_key=True),
         )

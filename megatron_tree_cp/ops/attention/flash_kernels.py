@@ -1,6 +1,6 @@
-"""The two FlashAttention-4 kernels that flash.py launches: their masks, tiles and compilation.
+"""The two FlashAttention-4 kernels that flash.py launches: their tiles and compilation.
 
-Kernels are specialised on dtype, head dims, query heads a KV head and the kind of mask; lengths
+Kernels are specialised on dtype, head dims, query heads a KV head and the mask's kind; lengths
 are runtime values. They are launched without the package's own entry points, which check and hash
 their arguments at every call: host time before a layer's first launch.
 """
@@ -8,52 +8,29 @@ their arguments at every call: host time before a layer's first launch.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 import torch
-from flash_attn.cute import interface, utils
+from flash_attn.cute import interface
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch, to_cute_block_sparse_tensors
 from flash_attn.cute.cache_utils import get_jit_cache
 from flash_attn.cute.cute_dsl_utils import to_cute_tensor, torch2cute_dtype_map
-from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
-from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
+
+from megatron_tree_cp.ops.attention import flash_mask
+from megatron_tree_cp.ops.attention.flash_mask import IntervalBackward, IntervalForward, MaskKind
 
 QUERY_TILE = 128
 """Query rows of a tile in the backward's block tables; a kernel takes them whole or in halves."""
 
 
-@cute.jit
-def interval(batch, head, query, key, seqlen, aux):
-    """lo[key] <= query < hi[key]."""
-    lo = utils.scalar_to_ssa(aux[0][key[0]], cutlass.Int32)
-    hi = utils.scalar_to_ssa(aux[1][key[0]], cutlass.Int32)
-    return (lo <= query) & (query < hi)
-
-
-@cute.jit
-def own_interval(batch, head, query, key, seqlen, aux):
-    """key <= query < hi[key]: the interval of a shard's own keys, lo unread."""
-    hi = utils.scalar_to_ssa(aux[1][key[0]], cutlass.Int32)
-    return (key <= query) & (query < hi)
-
-
-@cute.jit
-def interval_in_window(batch, head, query, key, seqlen, aux):
-    """The interval, and position(query) < position(key) + window."""
-    lo = utils.scalar_to_ssa(aux[0][key[0]], cutlass.Int32)
-    hi = utils.scalar_to_ssa(aux[1][key[0]], cutlass.Int32)
-    position = utils.scalar_to_ssa(aux[2][query[0]], cutlass.Int32)
-    limit = utils.scalar_to_ssa(aux[3][key[0]], cutlass.Int32)
-    return (lo <= query) & (query < hi) & (position < limit)
-
-
 class StageTables(NamedTuple):
     """What the kernels read of one mask, built once a row."""
 
-    mask_mod: Any
+    kind: MaskKind
     aux: list[torch.Tensor]
     forward: BlockSparseTensorsTorch
     backward: BlockSparseTensorsTorch
@@ -77,7 +54,13 @@ def backward_config(dim: int, value_dim: int) -> Any:
     return dataclasses.replace(config, m_block_size=64, dQ_swapAB=False, AtomLayoutMdQ=1)
 
 
-_forward, _backward = get_jit_cache("tree_fwd"), get_jit_cache("tree_bwd")
+def _sources() -> str:
+    """Names what decides these kernels beside the package, which tells its own versions apart."""
+    files = (Path(__file__), Path(flash_mask.__file__))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+_forward, _backward = (get_jit_cache(f"tree_{name}_{_sources()}") for name in ("fwd", "bwd"))
 """Compiled kernels. Kept on disk where the package is told to keep its own
 (FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1)."""
 
@@ -102,7 +85,7 @@ def forward_kernel(
     if key not in _forward:
         config = forward_config(q.shape[3], v.shape[3])
         group = q.shape[2] // k.shape[2]
-        kernel = FlashAttentionForwardSm90(
+        kernel = IntervalForward(
             torch2cute_dtype_map[q.dtype],
             q.shape[3],
             v.shape[3],
@@ -117,7 +100,7 @@ def forward_kernel(
             Q_in_regs=False,
             intra_wg_overlap=config.intra_wg_overlap,
             mma_pv_is_rs=config.mma_pv_is_rs,
-            mask_mod=tables.mask_mod,
+            mask_mod=tables.kind,
             has_aux_tensors=True,
             q_subtile_factor=1,
         )
@@ -146,7 +129,7 @@ def backward_kernel(arguments: Sequence[torch.Tensor], tables: StageTables, scal
     key = _key(q, k, v, tables)
     if key not in _backward:
         config = backward_config(q.shape[3], v.shape[3])
-        kernel = FlashAttentionBackwardSm90(
+        kernel = IntervalBackward(
             torch2cute_dtype_map[q.dtype],
             q.shape[3],
             v.shape[3],
@@ -166,7 +149,7 @@ def backward_kernel(arguments: Sequence[torch.Tensor], tables: StageTables, scal
             AtomLayoutNdKV=config.AtomLayoutNdKV,
             AtomLayoutMdQ=config.AtomLayoutMdQ,
             num_threads=(config.num_wg + 1) * 128,
-            mask_mod=tables.mask_mod,
+            mask_mod=tables.kind,
             has_aux_tensors=True,
             subtile_factor=QUERY_TILE // config.m_block_size,
             dQ_single_wg=config.dQ_single_wg,
@@ -192,8 +175,7 @@ _UNUSED_BACKWARD = (None,) * 10
 
 
 def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: StageTables) -> tuple:
-    mask_mod = utils.hash_callable(tables.mask_mod)
-    return str(q.dtype), q.shape[3], v.shape[3], q.shape[2] // k.shape[2], mask_mod
+    return str(q.dtype), q.shape[3], v.shape[3], q.shape[2] // k.shape[2], tables.kind
 
 
 def _cute_aux(tables: StageTables) -> list[Any]:
