@@ -46,3 +46,25 @@ def test_interpreted():
 @pytest.mark.gpu
 def test_on_gpu():
     assert "merged" in run_script(CHECK, "cuda")
+
+
+LENGTHS = """
+import torch
+from tests.ops_gdn.interpreter import accept_numpy
+from tests.specialisations import Specialisations
+accept_numpy()
+watch = Specialisations()
+from megatron_tree_cp.ops.attention import merge_triton
+for rows in (7, 16, 31, 64, 1, 33):
+    out, part = torch.randn(2, rows, 3, 16).unbind()
+    lse, part_lse = (torch.randn(3, rows).t() for _ in range(2))
+    merge_triton.merge_into(out, lse, part, part_lse)
+    zero = torch.zeros(16).expand(out.shape)
+    merge_triton.merge_into(out, lse, zero, torch.randn(3).expand(lse.shape))
+    assert sum(watch.counts().values()) == 1, (rows, watch.counts())
+print("no more")
+"""
+
+
+def test_new_lengths_compile_nothing():
+    assert "no more" in run_script(LENGTHS, "cpu")

@@ -37,6 +37,10 @@ _SPARE = 256
 """Entries past a mask's extents: tiles look up rows beyond them, fewer than this many."""
 
 
+_ROWS_OF_A_WORD = 16
+"""With more rows a thread, words make the compiler run the products around them one by one."""
+
+
 class MaskKind(NamedTuple):
     """What a kernel is compiled for.
 
@@ -109,10 +113,14 @@ class IntervalTileMask(AttentionMask):
                 hi = aux_tensors[0][at]
                 lo = at if const_expr(mask_mod.own) else aux_tensors[1][at]
                 if const_expr(transposed):
-                    bits = r2p_bitmask_below(sm90_col_to_r2p_idx(hi - row), 0)
-                    bits = bits & r2p_bitmask_above(sm90_col_to_r2p_idx(lo - row), 0)
+                    # In a column's own count of rows, where bounds are the same for all threads.
+                    begin, end = sm90_col_to_r2p_idx(lo - row), sm90_col_to_r2p_idx(hi - row)
+                    bits = r2p_bitmask_above(begin, 0) & r2p_bitmask_below(end, 0)
                     for r in cutlass.range_constexpr(rows):
-                        visible = Boolean(bits & (Uint32(1) << r))
+                        if const_expr(rows <= _ROWS_OF_A_WORD):
+                            visible = Boolean(bits & (Uint32(1) << r))
+                        else:
+                            visible = (begin <= r) & (r < end)
                         scores[r, c] = scores[r, c] if visible else -Float32.inf
                 else:
                     for r in cutlass.range_constexpr(rows):

@@ -9,7 +9,8 @@ import triton.language as tl
 _ROWS = 16
 
 
-@triton.jit(do_not_specialize=["rows"])
+# The strides of an LSE are lengths where heads lie apart.
+@triton.jit(do_not_specialize=["rows", "lse_row", "lse_head", "part_lse_row", "part_lse_head"])
 def _merge(
     out,
     lse,
