@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from ..plan.profile import load_document
 from ..tree.errors import InputError
 from ..tree.row_files import write_atomically
 from .bench_ranks import identity, ranks
@@ -28,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--samples", type=Path, metavar="FILE.json", help="write every measurement too")
     add("--resume", action="store_true", help="keep what --samples holds, measure what it lacks")
     add("--from-samples", type=Path, metavar="FILE.json", help="fit these, with the same options")
+    add("--base", type=Path, metavar="FILE.json", help="profile with what is not measured now")
     add("--name", metavar="TEXT", help="of the profile; default: the device's name")
     add("--hidden-size", type=int, default=4096, metavar="N", help="of the token-local work")
     add("--ffn-size", type=int, default=10_880, metavar="N", help="of its gated MLP")
@@ -82,6 +85,7 @@ def run(args: argparse.Namespace) -> None:
         raise InputError("--from-samples takes the CP sizes of its samples: leave --cp out")
     if args.resume and (args.from_samples or not args.samples):
         raise InputError("--resume goes with --samples FILE, and not with --from-samples")
+    base = load_document(args.base) if args.base else None
     scale = QUICK_SCALE if args.quick else 1
     dtype = getattr(torch, args.dtype)
     sizes = (args.hidden_size, args.ffn_size, scale)
@@ -93,14 +97,17 @@ def run(args: argparse.Namespace) -> None:
         ]
         gdn = recurrent_components(dtype, scale, here.device) if args.gdn else []
         samples: dict[str, list[Sample]] = {}
+        origin = identity(args, here.device, PACKAGES)
+        conditions = _conditions(args, origin)
         if args.resume:
             samples = here.of_first_rank(
-                lambda: read_samples(args.samples) if args.samples.exists() else {}
+                lambda: read_samples(args.samples, conditions) if args.samples.exists() else {}
             )
 
         def keep() -> None:
             if args.samples and here.rank == 0:
-                write_atomically(args.samples, samples_text(samples).encode())
+                text = samples_text(samples, conditions)
+                write_atomically(args.samples, text.encode())
 
         def measure(parts: list[Component], group: Any, ahead: int = 2) -> None:
             watch = DeviceWatch(here.device, group, args.repeats, ahead, heat_ms(args))
@@ -139,15 +146,22 @@ def run(args: argparse.Namespace) -> None:
             return
         keep()
         coefficients, fits = fit_profile(components, samples)
-        origin = identity(args, here.device, PACKAGES)
         origin["device"] = origin.pop("hardware")
         name = args.name or origin["device"] + ", quick" * args.quick
-        document = profile_document(name, coefficients, fits, {**origin, "command": _command(args)})
+        origin["command"] = _command(args)
+        document = profile_document(name, coefficients, fits, origin, base)
     write_atomically(args.out, (document.to_json() + "\n").encode())
     console = Console(width=150)
     console.print(fit_table(fits))
-    kept = ", ".join(document.unmeasured)
+    kept = ", ".join(document.unmeasured) or "nothing"
     console.print(f"{args.out}: profile {name!r}; not measured, defaults kept: {kept}")
+
+
+def _conditions(args: argparse.Namespace, origin: Mapping[str, Any]) -> dict[str, Any]:
+    """What samples must share to enter one fit."""
+    names = ("heads", "dtype", "impl", "hidden_size", "ffn_size", "repeats", "heat", "quick")
+    options = {name: getattr(args, name) for name in names}
+    return {**options, **{k: origin[k] for k in ("hardware", "software", "commit")}}
 
 
 def _command(args: argparse.Namespace) -> str:
@@ -155,4 +169,5 @@ def _command(args: argparse.Namespace) -> str:
     words += [f"--cp {' '.join(map(str, args.cp))} --device {args.device} --heads {args.heads}"]
     words += [f"--dtype {args.dtype} --impl {args.impl} --hidden-size {args.hidden_size}"]
     words += [f"--ffn-size {args.ffn_size} --repeats {args.repeats} --heat {args.heat:g}"]
+    words += [f"--base {args.base.name}"] if args.base else []
     return " ".join(words + ["--gdn"] * args.gdn + ["--quick"] * args.quick)

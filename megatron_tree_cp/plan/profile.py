@@ -303,6 +303,18 @@ def load_profile(path: str | PathLike[str]) -> CostProfile:
     Fields that are left out keep defaults. Raises InputError for a file that cannot be read, an
     unknown field or version, or a value out of range.
     """
+    values = _read(path)
+    if "version" not in values:
+        return profile_of(values, str(path))
+    return ProfileDocument.of(values, str(path)).profile
+
+
+def load_document(path: str | PathLike[str]) -> ProfileDocument:
+    """Read what `tree-cp calibrate` wrote, with its origin and errors. Raises InputError."""
+    return ProfileDocument.of(_read(path), str(path))
+
+
+def _read(path: str | PathLike[str]) -> dict[str, Any]:
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -313,9 +325,7 @@ def load_profile(path: str | PathLike[str]) -> CostProfile:
         raise InputError(f"{path}{line}: not JSON: {reason}") from error
     if not isinstance(values, dict):
         raise InputError(f"{path}: a profile is one JSON object of coefficients")
-    if "version" not in values:
-        return profile_of(values, str(path))
-    return ProfileDocument.of(values, str(path)).profile
+    return values
 
 
 @dataclass(frozen=True)

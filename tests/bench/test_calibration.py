@@ -254,8 +254,10 @@ def test_stage_features_are_the_kernels_tiles():
 def test_samples_survive_a_file(tmp_path):
     samples = {"copies": [Sample("a", {"launch": 1.0}, 2.0, 2.0)]}
     path = tmp_path / "samples.json"
-    path.write_text(samples_text(samples))
-    assert read_samples(path) == samples
+    path.write_text(samples_text(samples, {"heat": 60.0}))
+    assert read_samples(path) == samples == read_samples(path, {"heat": 60.0})
+    with pytest.raises(InputError, match="measured with heat 60.0, this run has 0.0"):
+        read_samples(path, {"heat": 0.0})
     path.write_text('{"copies": [{"what": 1}]}')
     with pytest.raises(InputError, match="not a file of calibration samples"):
         read_samples(path)

@@ -41,16 +41,18 @@ def test_calibrate_on_two_ranks(tmp_path):
     assert document["device"] == "CPU" and "--quick" in document["command"]
     assert [size for size, _, _ in profile.exchange_sizes] == [2]
     assert not (GDN | {"gdn_compose_ms"}) & set(document["unmeasured"])
-    assert profile.exchange_latency_ms > 0 and "network_latency_ms" in document["unmeasured"]
+    unmeasured = document["unmeasured"]
+    assert profile.exchange_latency_ms > 0 and "network_latency_ms" in unmeasured
     assert all(c["held_out_error"]["median"] >= 0 for c in document["components"])
 
     # A run that was cut short goes on with what is missing.
-    held = json.loads(samples.read_text())
+    written = json.loads(samples.read_text())
+    held = written["samples"]
     cut = {name: held[name] for name in list(held)[:3]}
-    samples.write_text(json.dumps(cut))
+    samples.write_text(json.dumps({**written, "samples": cut}))
     options = ["--samples", str(samples), "--resume", "--out", str(path), *TINY, *WIDTH]
-    torchrun("calibrate", "--cp", "1", "2", *options)
-    resumed = json.loads(samples.read_text())
+    torchrun("calibrate", "--cp", "1", "2", "--commit", "abc", *options)
+    resumed = json.loads(samples.read_text())["samples"]
     assert list(resumed) == list(held) and {n: resumed[n] for n in cut} == cut
     assert resumed["exchange_cp2"] != held["exchange_cp2"], "measured again"
     profile = load_profile(path)
@@ -60,6 +62,17 @@ def test_calibrate_on_two_ranks(tmp_path):
     options = ["--from-samples", str(samples), "--out", str(again), *TINY, *WIDTH]
     assert main(["calibrate", *options]) == 0
     assert load_profile(again) == profile
+
+    # What one process cannot measure comes from a former profile, which it names.
+    alone = tmp_path / "alone.json"
+    options = ["--out", str(alone), "--base", str(path), "--name", profile.name, *TINY, *WIDTH]
+    assert main(["calibrate", *options]) == 0
+    document = json.loads(alone.read_text())
+    kept, fresh = load_profile(alone), {"memory_bytes_per_ms", "token_flops_per_ms"}
+    assert kept.exchange_sizes == profile.exchange_sizes and document["unmeasured"] == unmeasured
+    assert all(getattr(kept, name) != getattr(profile, name) for name in fresh)
+    carried = {c["name"]: c["from"]["commit"] for c in document["components"] if "from" in c}
+    assert carried == dict.fromkeys(("exchange_cp2", "contention_cp2", "gdn_chained_cp2"), "abc")
 
 
 @pytest.mark.timeout(240)

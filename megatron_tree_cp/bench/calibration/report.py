@@ -18,26 +18,42 @@ from .fit import Fit
 
 
 def profile_document(
-    name: str, coefficients: Mapping[str, Any], fits: Sequence[Fit], origin: Mapping[str, Any]
+    name: str,
+    coefficients: Mapping[str, Any],
+    fits: Sequence[Fit],
+    origin: Mapping[str, Any],
+    base: ProfileDocument | None = None,
 ) -> ProfileDocument:
     """The profile of fitted coefficients.
 
     ``origin`` holds device, software, date, commit and command. Coefficients that no component told
-    keep their defaults and are named as unmeasured; limits are no measurements.
+    are those of ``base``, whose records say where they come from; without it they keep their
+    defaults. Those that nothing told are named as unmeasured; limits are no measurements.
     """
     optional = {"name", "ranks_per_node", "memory_limit_bytes"}
+    told = {} if base is None else json.loads(base.to_json())["coefficients"]
     unmeasured = [
         field.name
         for field in fields(CostProfile)
-        if field.name not in coefficients and field.name not in optional
+        if field.name not in coefficients
+        and field.name not in optional
+        and (base is None or field.name in base.unmeasured)
     ]
-    values = {"name": name, **coefficients}
+    records = [fit.record() for fit in fits]
     return ProfileDocument(
-        profile=profile_of(values, "the fitted profile"),
-        components=tuple(fit.record() for fit in fits),
+        profile=profile_of({**told, **coefficients, "name": name}, "the fitted profile"),
+        components=(*records, *_carried(base, {record["name"] for record in records})),
         unmeasured=tuple(unmeasured),
         **origin,
     )
+
+
+def _carried(base: ProfileDocument | None, measured: set[str]) -> list[dict[str, Any]]:
+    """Records of the base's components that were not measured again, with where they were."""
+    if base is None:
+        return []
+    where = {"date": base.date, "commit": base.commit, "command": base.command}
+    return [{"from": where, **c} for c in base.components if c["name"] not in measured]
 
 
 def fit_table(fits: Sequence[Fit]) -> Table:
@@ -57,15 +73,29 @@ def fit_table(fits: Sequence[Fit]) -> Table:
     return table
 
 
-def samples_text(samples: Mapping[str, Sequence[Sample]]) -> str:
-    """JSON of all samples; `read_samples` reads it back."""
-    return json.dumps({name: [asdict(s) for s in found] for name, found in samples.items()})
+def samples_text(samples: Mapping[str, Sequence[Sample]], conditions: Mapping[str, Any]) -> str:
+    """JSON of all samples and of what they were taken under; `read_samples` reads it back."""
+    found = {name: [asdict(s) for s in some] for name, some in samples.items()}
+    return json.dumps({"conditions": dict(conditions), "samples": found})
 
 
-def read_samples(path: Path) -> dict[str, list[Sample]]:
-    """Samples of a former calibration. Raises InputError for anything else."""
+def read_samples(
+    path: Path, conditions: Mapping[str, Any] | None = None
+) -> dict[str, list[Sample]]:
+    """Samples of a former calibration.
+
+    Raises InputError for anything else, and where they were taken under other ``conditions``.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return {name: [Sample(**s) for s in found] for name, found in values.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        taken = dict(values["conditions"])
+        samples = {name: [Sample(**s) for s in some] for name, some in values["samples"].items()}
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise InputError(f"{path}: not a file of calibration samples: {error}") from error
+    for name, wanted in (conditions or {}).items():
+        if taken.get(name) != wanted:
+            raise InputError(
+                f"{path}: measured with {name} {taken.get(name)!r}, this run has {wanted!r}; "
+                f"leave --resume out to measure anew"
+            )
+    return samples
