@@ -2,48 +2,55 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from megatron_tree_cp.comm.upload import upload
 
+_ALIGNMENT = 32
+"""Of the results, in entries: kernels are compiled for the alignment of their pointers."""
 
-@dataclass(frozen=True, eq=False)
-class DeviceRanges:
-    """Ranges `[start, start + length)`, one after the other, N entries in all.
+
+def expand_ranges(
+    lengths: np.ndarray,
+    columns: Sequence[tuple[np.ndarray, np.ndarray]],
+    device: torch.device,
+    dtype: torch.dtype = torch.int32,
+) -> tuple[torch.Tensor, ...]:
+    """Entries of ranges that lie one after the other: per column, ``base[r] + slope[r] * i``.
 
     A row has a few hundred ranges and 100 times as many tokens: one small copy brings the ranges,
-    the entries are made on the device. No host synchronisation.
+    the entries are made on the device, on CUDA in one launch. No host synchronisation.
 
-    Attributes:
-        table: int32[1 + C, R] on the device: the lengths, then the caller's columns.
-        which: int64[N], the range of every entry.
-        offset: int32[N], the entry's place in its range.
+    Args:
+        lengths: int[R], entries of each range, N in all.
+        columns: (base int[R], slope int[R]) of every result, values below 2^31.
+
+    Returns:
+        One vector [N] a column, where entry i of range r holds base[r] + slope[r] * i.
     """
+    first = np.cumsum(lengths) - lengths
+    table = upload(np.stack([first, *(x for c in columns for x in c)]).astype(np.int32), device)
+    total = int(lengths.sum())
+    width = -(-total // _ALIGNMENT) * _ALIGNMENT
+    out = torch.empty(len(columns), width, dtype=dtype, device=device)
+    if device.type == "cuda":
+        from megatron_tree_cp.comm import ranges_triton
 
-    table: torch.Tensor
-    which: torch.Tensor
-    offset: torch.Tensor
-
-    @classmethod
-    def of(cls, lengths: np.ndarray, *columns: np.ndarray, device: torch.device) -> DeviceRanges:
-        """Upload `lengths` int[R] and further columns int[R] of values below 2^31."""
-        table = upload(np.stack([lengths, *columns]).astype(np.int32), device)
-        total = int(lengths.sum())
-        first = table[0].cumsum(0, dtype=torch.int32) - table[0]
-        # The size is known: without it the device would be asked, and waited for.
-        which = torch.repeat_interleave(table[0].long(), output_size=total)
-        offset = torch.arange(total, dtype=torch.int32, device=device) - first[which]
-        return cls(table, which, offset)
-
-    def column(self, index: int) -> torch.Tensor:
-        """int32[N]: caller's column `index` of every entry's range."""
-        return self.table[1 + index][self.which]
+        ranges_triton.expand(table, out, total)
+    else:
+        entry = torch.arange(total, dtype=torch.int32)
+        which = torch.repeat_interleave(torch.from_numpy(np.asarray(lengths)))
+        offset = entry - table[0][which]
+        for i in range(len(columns)):
+            base, slope = table[1 + 2 * i][which], table[2 + 2 * i][which]
+            out[i, :total] = base + slope * offset
+    return tuple(column[:total] for column in out)
 
 
 def range_indices(starts: np.ndarray, lengths: np.ndarray, device: torch.device) -> torch.Tensor:
     """int64[N]: the integers of all ranges in order, on `device`."""
-    ranges = DeviceRanges.of(lengths, starts, device=device)
-    return (ranges.column(0) + ranges.offset).long()
+    (indices,) = expand_ranges(lengths, [(starts, np.ones_like(starts))], device, torch.int64)
+    return indices

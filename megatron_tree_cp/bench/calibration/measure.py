@@ -17,7 +17,7 @@ from ...ops.attention.backward import backward_pass
 from ...ops.attention.interval_mask import IntervalMask
 from ...ops.attention.merge import merge_into
 from ...ops.attention.registry import AttentionCase, select
-from ...ops.attention.stages import build_stage
+from ...ops.attention.stages import build_stage, query_positions
 from ...plan.exchange import RankExchange
 from ...plan.model import LayerClass
 from ...plan.values import frozen_array
@@ -288,5 +288,6 @@ class DeviceBench:
 
 def device_mask(stage: StageCase, device: torch.device) -> tuple[IntervalMask, slice]:
     """The mask of a stage's kernel call, and its queries in the shard."""
-    built = build_stage(stage.plan, stage.window, upload(stage.positions, device))
+    positions = query_positions(upload(stage.positions, device))
+    built = build_stage(stage.plan, stage.window, positions)
     return built.mask, built.rows

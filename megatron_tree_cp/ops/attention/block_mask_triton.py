@@ -105,6 +105,13 @@ def _tables(
         begin += AT_ONCE
     tl.store(counts + row, partials)
     tl.store(counts + rows + row, fulls)
+    entry = tl.arange(0, 256)
+    for kind in tl.static_range(2):
+        end = partials if kind == 0 else fulls
+        rest = index + kind * rows * columns + row.to(tl.int64) * columns
+        while end < columns:
+            tl.store(rest + end + entry, tl.zeros([256], tl.int32), mask=end + entry < columns)
+            end += 256
 
 
 def block_tables(
@@ -113,8 +120,10 @@ def block_tables(
     """`block_mask.block_tables` in one launch; entries past a row's count are 0."""
     num_q, num_k = triton.cdiv(mask.num_queries, q_tile), triton.cdiv(mask.num_keys, k_tile)
     rows, columns = (num_k, num_q) if by_key else (num_q, num_k)
-    counts = torch.zeros(2, 1, 1, rows, dtype=torch.int32, device=mask.lo.device)
-    index = torch.zeros(2, 1, 1, rows, columns, dtype=torch.int32, device=mask.lo.device)
+    counts = torch.empty(2, 1, 1, rows, dtype=torch.int32, device=mask.lo.device)
+    index = torch.empty(2, 1, 1, rows, columns, dtype=torch.int32, device=mask.lo.device)
+    if not columns:
+        counts.zero_()
     if rows and columns:
         positions = (mask.lo, mask.lo) if mask.window is None else mask.window_positions
         _tables[(rows,)](

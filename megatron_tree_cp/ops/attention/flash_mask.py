@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import torch
-import torch.nn.functional as F
 from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
@@ -32,11 +31,6 @@ from quack import layout_utils
 
 from megatron_tree_cp.ops.attention.interval_mask import IntervalMask
 
-_HIDDEN = 2**30
-_SPARE = 256
-"""Entries past a mask's extents: tiles look up rows beyond them, fewer than this many."""
-
-
 _ROWS_OF_A_WORD = 16
 """With more rows a thread, words make the compiler run the products around them one by one."""
 
@@ -46,28 +40,20 @@ class MaskKind(NamedTuple):
 
     Attributes:
         own: key j's interval begins at query j, so lo is neither kept nor read.
-        window: pairs also need position(query) < limit(key).
+        window: pairs also need position(query) - position(key) < window.
     """
 
     own: bool
-    window: bool
+    window: int | None
 
     @classmethod
     def of(cls, mask: IntervalMask) -> MaskKind:
-        return cls(mask.diagonal, mask.window is not None)
+        return cls(mask.diagonal, mask.window)
 
     def arrays(self, mask: IntervalMask) -> list[torch.Tensor]:
-        """What tiles look up, int32 each: hi, lo, positions of queries, limits of keys."""
-        arrays = [F.pad(mask.hi, (0, _SPARE))]
-        if not self.own:
-            arrays.append(F.pad(mask.lo, (0, _SPARE), value=_HIDDEN))
-        if mask.window is not None:
-            q_positions, k_positions = mask.window_positions
-            arrays += [
-                F.pad(q_positions, (0, _SPARE)),
-                F.pad(k_positions + mask.window, (0, _SPARE)),
-            ]
-        return arrays
+        """What tiles look up, int32 each: hi, lo, positions of queries, of keys."""
+        lo, hi, *positions = mask.with_spare()
+        return [hi, *(() if self.own else (lo,)), *positions]
 
 
 @dataclass(frozen=True)
@@ -126,13 +112,13 @@ class IntervalTileMask(AttentionMask):
                     for r in cutlass.range_constexpr(rows):
                         visible = (lo <= queries[r]) & (queries[r] < hi)
                         scores[r, c] = scores[r, c] if visible else -Float32.inf
-            if const_expr(mask_mod.window):
-                positions, limits = aux_tensors[-2], aux_tensors[-1]
-                depth = [positions[query] for query in queries]
+            if const_expr(mask_mod.window is not None):
+                q_positions, k_positions = aux_tensors[-2], aux_tensors[-1]
+                since = [q_positions[query] - mask_mod.window for query in queries]
                 for c in cutlass.range_constexpr(cute.size(scores.shape[1])):
-                    limit = limits[key + steps[0, c][K]]
+                    position = k_positions[key + steps[0, c][K]]
                     for r in cutlass.range_constexpr(rows):
-                        visible = depth[r] < limit
+                        visible = since[r] < position
                         scores[r, c] = scores[r, c] if visible else -Float32.inf
 
 

@@ -13,8 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 
 T = TypeVar("T")
+
+HIDDEN = 2**30
+"""As a key's lo: no query sees the key."""
+
+SPARE = 256
+"""Entries past a mask's extents that kernels may look up: more than their tiles overshoot by."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +35,8 @@ class IntervalMask:
         window: positions a query sees, itself included; None for no window.
         diagonal: lo[j] == j for every key, as for a shard's own keys in the order of its queries;
             a kernel may then leave lo unread.
+        spare: entries that follow each vector in its memory and hide whatever looks them up (the
+            positions may be any); a kernel that wants them otherwise makes copies.
     """
 
     lo: torch.Tensor
@@ -37,6 +46,7 @@ class IntervalMask:
     k_positions: torch.Tensor | None = None
     window: int | None = None
     diagonal: bool = False
+    spare: int = 0
     _memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -66,6 +76,17 @@ class IntervalMask:
         if self.q_positions is None or self.k_positions is None:
             raise ValueError("a window needs q_positions and k_positions")
         return self.q_positions, self.k_positions
+
+    def with_spare(self) -> tuple[torch.Tensor, ...]:
+        """lo, hi, and the window's positions of queries and keys, each with `SPARE` entries more:
+        views where the memory holds them."""
+        vectors = [self.lo, self.hi]
+        if self.window is not None:
+            vectors += self.window_positions
+        if self.spare >= SPARE:
+            return tuple(x.as_strided((len(x) + SPARE,), (1,)) for x in vectors)
+        fills = (HIDDEN, 0, 0, 0)
+        return tuple(F.pad(x, (0, SPARE), value=f) for x, f in zip(vectors, fills, strict=False))
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
         """Return what a kernel derives from this mask, built once for all layers of the row."""

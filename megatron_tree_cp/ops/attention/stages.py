@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
 from megatron_tree_cp.comm.context import TreeContext
 from megatron_tree_cp.comm.exchange import RangeExchange
-from megatron_tree_cp.comm.ranges import DeviceRanges
+from megatron_tree_cp.comm.ranges import expand_ranges
 from megatron_tree_cp.comm.two_level import TwoLevelRangeExchange
-from megatron_tree_cp.ops.attention.interval_mask import IntervalMask
+from megatron_tree_cp.ops.attention.interval_mask import HIDDEN, SPARE, IntervalMask
 from megatron_tree_cp.plan.two_level import TwoLevelExchange
 
 if TYPE_CHECKING:
@@ -122,34 +125,36 @@ def _exchange(ctx: TreeContext, plan: ExchangePlan | TwoLevelExchange) -> RangeE
 
 
 def _stage(ctx: TreeContext, plan: StagePlan, window: int | None) -> Stage:
-    return build_stage(plan, window, ctx.positions)
+    positions = ctx.cached("positions of queries", lambda: query_positions(ctx.positions))
+    return build_stage(plan, window, positions)
 
 
-def build_stage(plan: StagePlan, window: int | None, shard_positions: torch.Tensor) -> Stage:
-    """A planned stage on the device of ``shard_positions`` int[T], the positions of its shard."""
+def query_positions(shard_positions: torch.Tensor) -> torch.Tensor:
+    """int32[T + SPARE] for `build_stage`, of the positions int[T] of a shard."""
+    return F.pad(shard_positions.to(torch.int32), (0, SPARE))
+
+
+def build_stage(plan: StagePlan, window: int | None, positions: torch.Tensor) -> Stage:
+    """A planned stage on the device of ``positions``, the `query_positions` of its shard."""
     # Kernels that share a row-wise accumulator between stages find a stage's rows by tile.
     q_begin = plan.query_range[0] // QUERY_ALIGNMENT * QUERY_ALIGNMENT
     q_end = plan.query_range[1]
-    keys = plan.keys
-    ranges = DeviceRanges.of(
-        keys.length,
-        keys.query_lo - q_begin,
-        keys.query_hi - q_begin,
-        keys.diagonal,
-        keys.position,
-        device=shard_positions.device,
-    )
-    lo, hi, own, positions = (ranges.column(i) for i in range(4))
-    # A diagonal range's lo may pass its hi inside a tail; kernels want 0 <= lo, hi <= queries.
-    lo = (lo + own * ranges.offset).clamp(0, q_end - q_begin)
-    hi = hi.clamp(0, q_end - q_begin)
+    keys, queries = plan.keys, q_end - q_begin
+    # One more range of keys that no query sees.
+    spare = functools.partial(np.append, values=0)
+    still, rising = np.zeros(len(keys) + 1, np.int64), np.ones(len(keys) + 1, np.int64)
+    columns = [
+        (np.append(keys.query_lo - q_begin, HIDDEN), spare(keys.diagonal)),
+        (spare((keys.query_hi - q_begin).clip(0, queries)), still),
+    ]
+    if window is not None:
+        columns.append((spare(keys.position), rising))
+    arrays = expand_ranges(np.append(keys.length, SPARE), columns, positions.device)
+    lo, hi, *k_positions = (x[:-SPARE] for x in arrays)
     # Keys that are all the queries' own rows: only a shard's own keys are, and in their order.
     diagonal = q_begin == 0 and bool(keys.diagonal.all())
+    common = functools.partial(IntervalMask, lo, hi, queries, diagonal=diagonal, spare=SPARE)
     if window is None:
-        mask = IntervalMask(lo, hi, q_end - q_begin, diagonal=diagonal)
-    else:
-        queries = shard_positions[q_begin:q_end].to(torch.int32)
-        mask = IntervalMask(
-            lo, hi, q_end - q_begin, queries, positions + ranges.offset, window, diagonal
-        )
+        return Stage(common(), q_begin, q_end)
+    mask = common(q_positions=positions[q_begin:q_end], k_positions=k_positions[0], window=window)
     return Stage(mask, q_begin, q_end)
