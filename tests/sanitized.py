@@ -19,7 +19,7 @@ from megatron_tree_cp.ops.gdn import fla_kernels, state_pass
 from megatron_tree_cp.ops.gdn.tables import StateSlots, recurrence_tables
 from megatron_tree_cp.plan import plan_row
 from megatron_tree_cp.tree.packed_tree import PackedTree
-from tests.comm import test_returned_rows_triton
+from tests.comm import test_ranges, test_returned_rows_triton
 from tests.ops import gpu_cases, test_block_mask_triton, test_merge_triton
 from tests.ops_gdn.fla_in_torch import FLA
 
@@ -110,7 +110,8 @@ def summaries() -> None:
 
 def small_kernels() -> None:
     sys.argv[1:] = ["cuda"]
-    for module in (test_block_mask_triton, test_merge_triton, test_returned_rows_triton):
+    tables = (test_ranges, test_block_mask_triton)
+    for module in (*tables, test_merge_triton, test_returned_rows_triton):
         exec(compile(module.CHECK, module.__name__, "exec"), {})
 
 

@@ -325,7 +325,9 @@ def page(evidence: list[Evidence]) -> str:
             "GPUs; `filled` rows ran on all cards at once at every CP size, the slowest counts; "
             "`paused` rows rested 50 ms before every call, which keeps a card below its power "
             "limit. flex is what `--tree-deterministic` takes: its time beside flash's is the "
-            "cost of gradients that repeat bitwise.\n\n" + attention + "\n"
+            "cost of gradients that repeat bitwise. Rows of 3086eaf and 3646f32 ran one after the "
+            "other on one card: before and after kernels masked tiles by intervals and windows "
+            "skipped tiles where branches meet.\n\n" + attention + "\n"
         )
     gdn, baselines = gdn_table(evidence), gdn_baseline_table(evidence)
     if gdn:
@@ -355,7 +357,9 @@ def page(evidence: list[Evidence]) -> str:
             "weights at a learning rate at which gradients jump, so that roundings grow: plain "
             "data parallelism (DP2), which exchanges nothing of a tree, parts from the first run "
             "no later than CP2 does; of these, shapes whose weights are initialised otherwise "
-            "(TP, PP, EP) are not compared.\n\n" + training + "\n"
+            "(TP, PP, EP) are not compared. `rows of` runs have 7 iterations, of which the last "
+            "three count: two rows an iteration, of either length, tell what of a step does not "
+            "depend on its tokens.\n\n" + training + "\n"
         )
     planner = planner_table(evidence)
     if planner:

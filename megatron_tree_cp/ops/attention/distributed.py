@@ -74,11 +74,12 @@ class DistributedAttention(torch.autograd.Function):
         dlse = None if dlse is None else dlse[real]
         layer = backward_pass(ctx.kernel, dout[real], q[real], out[real], lse, dlse, ctx.scale)
         dk, dv = backward_stages(layer, k[real], v[real], tuple(remote), ctx.stages)
+        # Before dq is made, where backward holds most: what it takes in between costs no memory.
+        dsink = None if sink is None else sink_gradient(lse, layer.delta, sink)
         dq, dk, dv = (
             _pad(grad.to(x.dtype), tree.num_tokens)
             for grad, x in zip((layer.dq(), dk, dv), (q, k, v), strict=True)
         )
-        dsink = None if sink is None else sink_gradient(lse, layer.delta, sink)
         return dq, dk, dv, dsink, None, None, None, None
 
 

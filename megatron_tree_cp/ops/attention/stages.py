@@ -140,6 +140,9 @@ def build_stage(plan: StagePlan, window: int | None, positions: torch.Tensor) ->
     q_begin = plan.query_range[0] // QUERY_ALIGNMENT * QUERY_ALIGNMENT
     q_end = plan.query_range[1]
     keys, queries = plan.keys, q_end - q_begin
+    if not queries or not keys.num_keys:
+        nothing = positions[:0]
+        return Stage(IntervalMask(nothing, nothing, 0), q_begin, q_begin)
     # One more range of keys that no query sees.
     spare = functools.partial(np.append, values=0)
     still, rising = np.zeros(len(keys) + 1, np.int64), np.ones(len(keys) + 1, np.int64)
