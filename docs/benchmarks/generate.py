@@ -23,7 +23,8 @@ HEAD = """\
 # Benchmarks
 
 Written by `docs/benchmarks/generate.py` from the files in `evidence/`, which also hold the series
-of every row and the full commands. Times are medians; the slowest rank counts.
+of every row and the full commands. Times are medians; the slowest rank counts. To measure the same
+on your machine's GPUs, step by step: `scripts/measure.sh OUT`.
 """
 
 

@@ -174,10 +174,16 @@ def command(args: argparse.Namespace, operator: str, options: Sequence[str]) -> 
     words += ["--fill"] if args.fill else []
     if args.pause:
         words.append(f"--pause {args.pause:g}")
-    for name in ("tokens", "profile"):
-        if getattr(args, name) is not None:
-            words.append(f"--{name} {getattr(args, name)}")
+    words += given(args, "tokens", "profile")
     return " ".join(words)
+
+
+def given(args: argparse.Namespace, *names: str) -> list[str]:
+    """The options that were given; of a profile its file's name, since folders are a machine's."""
+    values = {name: getattr(args, name) for name in names}
+    if values.get("profile"):
+        values["profile"] = Path(values["profile"]).name
+    return [f"--{name} {value}" for name, value in values.items() if value is not None]
 
 
 def _device_name(device: Any) -> str:

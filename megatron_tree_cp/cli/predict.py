@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..tree.errors import InputError
-from .bench_ranks import identity, profile_of, ranks
+from .bench_ranks import given, identity, profile_of, ranks
 from .calibrate import PACKAGES, add_device_arguments, heat_ms
 from .heads import attention_heads, gdn_heads
 
@@ -97,10 +97,7 @@ def _command(args: argparse.Namespace) -> str:
     words += [f"--device {args.device} --heads {args.heads} --dtype {args.dtype}"]
     words += [f"--impl {args.impl} --rows {args.rows} --repeats {args.repeats}"]
     words += [f"--heat {args.heat:g}"]
-    for name in ("profile", "tokens", "window"):
-        if getattr(args, name) is not None:
-            words.append(f"--{name} {getattr(args, name)}")
-    return " ".join(words)
+    return " ".join(words + given(args, "profile", "tokens", "window"))
 
 
 def _table(evidence) -> Table:
