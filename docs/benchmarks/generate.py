@@ -386,7 +386,9 @@ def readme(text: str, evidence: list[Evidence]) -> str:
     """The README with its table replaced."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{readme_table(evidence)}\n\n{published_table(evidence)}\n{END}{after}"
+    beside = gdn_baseline_table(evidence)
+    tables = (readme_table(evidence), published_table(evidence), beside)
+    return f"{before}{BEGIN}\n" + "\n\n".join(filter(None, tables)) + f"\n{END}{after}"
 
 
 if __name__ == "__main__":

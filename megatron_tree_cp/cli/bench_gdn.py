@@ -157,7 +157,8 @@ def _baselines(
         if find_spec("tree_recurrence"):
             chosen["tree-recurrence"] = baselines.tree_recurrence
         else:
-            bench.say("tree-recurrence: not installed")
+            hint = "pip install 'megatron-tree-cp[baselines]'"
+            bench.say(f"tree-recurrence: not installed ({hint})")
     elif baselines.is_one_sequence(tree):
         chosen["fla.ops.cp"] = baselines.one_sequence
     metrics: dict[str, dict[str, float]] = {}

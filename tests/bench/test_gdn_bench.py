@@ -14,6 +14,7 @@ from megatron_tree_cp.bench.presets import check_tree, preset_tree
 from megatron_tree_cp.bench.timing import Clock
 from megatron_tree_cp.cli import main
 from megatron_tree_cp.comm import TreeContext
+from megatron_tree_cp.ops import tree_causal_conv1d, tree_gated_delta_rule
 from megatron_tree_cp.plan import plan_row
 from megatron_tree_cp.plan.profile import CostProfile
 from megatron_tree_cp.plan.runs import join_only_children
@@ -152,6 +153,41 @@ def test_flattened_baseline_on_passes():
 
     with pytest.raises(InputError, match="joined at CP1 is off by out"):
         gdn_baselines.compare("joined", joined, bench, tree, tree, ours)
+
+
+def test_tree_recurrence_baseline(monkeypatch):
+    """Its plan and forks over our operators in the place of flash-linear-attention's."""
+    pytest.importorskip("tree_recurrence", reason="needs the extra baselines")
+    norms = []
+
+    def operators(x, cu_seqlens):
+        lengths = np.diff([0, x.shape[1]] if cu_seqlens is None else cu_seqlens)
+        return TreeContext(plan_row(PackedTree(lengths, [-1] * len(lengths)), 1), None, CPU)
+
+    def conv(x, weight, bias, activation, cu_seqlens):
+        ctx = operators(x, cu_seqlens)
+        return tree_causal_conv1d(x[0], weight, bias, ctx, activation)[None], None
+
+    def rule(q, k, v, g, beta, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, **_):
+        norms.append(use_qk_l2norm_in_kernel)
+        inputs = (x[0] for x in (q, k, v, g, beta))
+        y, states = tree_gated_delta_rule(
+            *inputs,
+            operators(q, cu_seqlens),
+            initial_state=initial_state,
+            return_final_state=True,
+        )
+        return y[None], states
+
+    monkeypatch.setattr(gdn_baselines, "fla_kernels", lambda: (conv, rule))
+    bench = GdnBench(SHAPE, None, Clock(None, CPU), CostProfile())
+    for name in ("short", "varied_5k"):
+        tree = check_tree(name, 1, 0, 300)
+        ours = bench.measure(tree, 0, repeats=1)
+        build = gdn_baselines.tree_recurrence
+        result = gdn_baselines.compare("tree", build, bench, tree, tree, ours, repeats=1)
+        assert result.token_saving == 1 and result.check_error < 2e-5
+    assert all(norms) and len(norms) > 4
 
 
 def test_one_sequence_needs_one():
