@@ -108,8 +108,8 @@ def summaries() -> None:
             state_pass.summarise((*inputs, gates), level, slots, table, tables)
 
 
-def small_kernels() -> None:
-    sys.argv[1:] = ["cuda"]
+def small_kernels(device: str = "cuda") -> None:
+    sys.argv[1:] = [device]  # of the scripts, which also run by themselves
     tables = (test_ranges, test_block_mask_triton)
     for module in (*tables, test_merge_triton, test_returned_rows_triton):
         exec(compile(module.CHECK, module.__name__, "exec"), {})
