@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
     from ..bench.calibration.fit import fit_profile
     from ..bench.calibration.head_dims import head_dim_component
     from ..bench.calibration.links import link_components
-    from ..bench.calibration.measure import Workload, device_components
+    from ..bench.calibration.measure import Workload, device_components, processors_of
     from ..bench.calibration.recurrence import chained_components, recurrent_components
     from ..bench.calibration.report import (
         fit_table,
@@ -98,10 +98,10 @@ def run(args: argparse.Namespace) -> None:
         gdn = recurrent_components(dtype, scale, here.device) if args.gdn else []
         samples: dict[str, list[Sample]] = {}
         origin = identity(args, here.device, PACKAGES)
-        conditions = _conditions(args, origin)
+        conditions = {**_conditions(args, origin), "processors": processors_of(here.device)}
         if args.resume:
             samples = here.of_first_rank(
-                lambda: read_samples(args.samples, conditions) if args.samples.exists() else {}
+                lambda: read_samples(args.samples, conditions)[0] if args.samples.exists() else {}
             )
 
         def keep() -> None:
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> None:
                 measure(gdn, None, GDN_AHEAD)
         components += gdn
         if args.from_samples:
-            samples = read_samples(args.from_samples)
+            samples, conditions = read_samples(args.from_samples)
             if args.gdn and "gdn_pass" not in samples:
                 raise InputError(f"{args.from_samples}: no gdn_pass samples; measure with --gdn")
             for name in samples:
@@ -146,6 +146,7 @@ def run(args: argparse.Namespace) -> None:
             return
         keep()
         coefficients, fits = fit_profile(components, samples)
+        coefficients["processors"] = conditions.get("processors")
         origin["device"] = origin.pop("hardware")
         name = args.name or origin["device"] + ", quick" * args.quick
         origin["command"] = _command(args)

@@ -60,6 +60,16 @@ class CostProfile:
     backward_window_row_ms: float = 0.0
     """The same in the backward."""
 
+    processors: float | None = None
+    """Multiprocessors, of which each runs one program of an attention kernel at a time; None
+    leaves the idle part of a last round without a price."""
+
+    forward_idle_factor: float = 0.0
+    """An idle tile of the last round (rounds.py) over a visible pair, pair by pair."""
+
+    backward_idle_factor: float = 0.0
+    """The same in the backward."""
+
     head_dim_factors: tuple[tuple[int, float, float], ...] = ()
     """(key head dim, forward, backward): time of a FLOP of pairs over one at the heads that were
     calibrated. A head dim takes the nearest (by ratio), the smaller of two as near."""
@@ -216,6 +226,7 @@ class CostProfile:
                 continue
             positive = field.name.endswith("_per_ms") or field.name in (
                 "ranks_per_node",
+                "processors",
                 "fill_flops",
                 "backward_fill_flops",
                 "memory_limit_bytes",

@@ -18,6 +18,7 @@ import numpy as np
 
 from .model import LayerClass
 from .profile import CostProfile
+from .rounds import backward_programs, forward_programs, idle_share
 from .values import Array
 
 Recorder = Callable[[str, str, int, Array, Array], None]
@@ -104,6 +105,8 @@ class LayerRates:
     pair_flops: float
     kv_bytes: float
     output_bytes: float
+    query_heads: float = 1.0
+    kv_heads: float = 1.0
     forward_edge_ms: float = 0.0
     backward_edge_ms: float = 0.0
     """A query row of all heads at the edges of its window."""
@@ -132,6 +135,8 @@ class LayerRates:
             pair_flops=flops,
             kv_bytes=kv_heads * (layer.head_dim + layer.value_width) * dtype_bytes,
             output_bytes=layer.query_heads / tp_size * layer.value_width * dtype_bytes,
+            query_heads=layer.query_heads / tp_size,
+            kv_heads=kv_heads,
             forward_edge_ms=edges[0],
             backward_edge_ms=edges[1],
         )
@@ -147,7 +152,10 @@ class LayerRates:
         if backward:
             pair_ms, launch = self.backward_pair_ms, profile.backward_launch_ms
             edge_ms = self.backward_edge_ms
-            hidden_factor = profile.backward_hidden_factor
+            hidden_factor, idle_factor = (
+                profile.backward_hidden_factor,
+                profile.backward_idle_factor,
+            )
             row_passes, key_passes = profile.backward_row_passes, profile.backward_key_passes
             factor = _or(profile.backward_remote_factor, factor)
             underfill = _or(profile.backward_underfill_ms, underfill)
@@ -155,11 +163,16 @@ class LayerRates:
         else:
             pair_ms, launch = self.forward_pair_ms, profile.forward_launch_ms
             edge_ms = self.forward_edge_ms
-            hidden_factor = profile.forward_hidden_factor
+            hidden_factor, idle_factor = (
+                profile.forward_hidden_factor,
+                profile.forward_idle_factor,
+            )
             row_passes, key_passes = profile.forward_row_passes, 0.0
         work = touched = pairs
         if load.hidden is not None:
             work, touched = pairs + load.hidden * hidden_factor, pairs + load.hidden
+        if idle_factor and profile.processors:
+            work = work + idle_factor * touched * self._idle(load, backward, profile.processors)
         short = np.maximum(1.0 - touched * (self.pair_flops / fill), 0.0)
         ms = launch + work * (pair_ms * (factor if remote else 1.0)) + short * underfill
         if edge_ms:
@@ -169,6 +182,13 @@ class LayerRates:
         if key_passes:
             ms = ms + self.copy_ms(load.keys, key_passes * self.kv_bytes)
         return np.where(pairs > 0, ms, 0.0)
+
+    def _idle(self, load: StageLoad, backward: bool, processors: float) -> Array:
+        """Idle time of a call's last round over the time that it computes."""
+        if backward:
+            return idle_share(backward_programs(load.keys, self.query_heads), processors)
+        programs = forward_programs(load.queries, self.query_heads, self.kv_heads)
+        return idle_share(programs, processors)
 
     def copy_ms(self, rows: Array, bytes_per_row: float) -> Array:
         """Time to move ``rows`` through device memory."""

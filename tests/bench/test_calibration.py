@@ -38,6 +38,8 @@ TRUTH = {
     "accumulate_passes": 4.0,
     "forward_flops_per_ms": 5e11,
     "forward_hidden_factor": 1.5,
+    "forward_idle_factor": 0.4,
+    "backward_idle_factor": 0.7,
     "remote_pair_factor": 1.1,
     "forward_window_factor": 1.2,
     "forward_window_row_ms": 2e-7,
@@ -75,10 +77,11 @@ class KnownClock:
         launch += t["pack_launch_ms"] * f.get("pack_launch", 0.0)
         return launch + moved / t["memory_bytes_per_ms"]
 
-    def _stage(self, f, pair, hidden, remote, window, launch, passes):
+    def _stage(self, f, pair, hidden, idle, remote, window, launch, passes):
         t = self.truth
         local, far = f.get("local_flops", 0.0), f.get("remote_flops", 0.0)
         pairs = local + far * remote + f["hidden_flops"] * hidden + f["window_flops"] * (window - 1)
+        pairs += f["idle_flops"] * idle
         short = max(1 - f["work"] / t["fill_flops"], 0.0) * t["underfill_ms"]
         moved = sum(count * f[name] for name, count in passes.items())
         edges = f["window_rows"] * t["forward_window_row_ms"]
@@ -90,6 +93,7 @@ class KnownClock:
             f,
             1 / t["forward_flops_per_ms"],
             t["forward_hidden_factor"],
+            t["forward_idle_factor"],
             t["remote_pair_factor"],
             t["forward_window_factor"],
             t["forward_launch_ms"],
@@ -102,6 +106,7 @@ class KnownClock:
             f,
             2.5 / t["backward_flops_per_ms"],
             t["backward_hidden_factor"],
+            t["backward_idle_factor"],
             t["backward_remote_factor"],
             1.0,
             0.05,
@@ -118,7 +123,7 @@ class KnownClock:
 
 @pytest.fixture(scope="module")
 def components():
-    return device_components(WORK, torch.device("cpu"))
+    return device_components(WORK, torch.device("cpu"), processors=132.0)
 
 
 def test_head_dims_are_priced_beside_the_calibrated_one():
@@ -255,7 +260,8 @@ def test_samples_survive_a_file(tmp_path):
     samples = {"copies": [Sample("a", {"launch": 1.0}, 2.0, 2.0)]}
     path = tmp_path / "samples.json"
     path.write_text(samples_text(samples, {"heat": 60.0}))
-    assert read_samples(path) == samples == read_samples(path, {"heat": 60.0})
+    assert read_samples(path)[0] == samples
+    assert read_samples(path, {"heat": 60.0}) == (samples, {"heat": 60.0})
     with pytest.raises(InputError, match="measured with heat 60.0, this run has 0.0"):
         read_samples(path, {"heat": 0.0})
     path.write_text('{"copies": [{"what": 1}]}')

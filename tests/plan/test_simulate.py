@@ -8,6 +8,7 @@ import pytest
 
 from megatron_tree_cp.bench.presets import preset_tree
 from megatron_tree_cp.plan import CostProfile, LayerClass, ModelShape, plan_row
+from megatron_tree_cp.plan.rounds import backward_programs, forward_programs, idle_share
 from megatron_tree_cp.plan.simulate import (
     LayerRates,
     StageLoad,
@@ -168,6 +169,21 @@ def test_hidden_pairs_rows_and_keys_have_prices():
     assert rates(priced).stage_ms(load) == pytest.approx([7 + 3, 0])
     # 4 + 12 pairs of 2.5 ms, 5 keys of 2 bytes moved four times.
     assert rates(priced).stage_ms(load, backward=True) == pytest.approx([40 + 20, 0])
+
+
+def test_the_idle_part_of_a_last_round_has_a_price():
+    assert idle_share(np.array([0, 1, 4, 5, 8]), 4) == pytest.approx([0, 3, 0, 0.6, 0])
+    # 300 queries of the 2 heads of each of 3 KV heads are 5 tiles of rows each; 300 keys are 3.
+    assert forward_programs(np.array(300), 6, 3) == 15 and backward_programs(np.array(300), 6) == 18
+    idle = replace(PROFILE, processors=10.0, forward_idle_factor=0.5, backward_idle_factor=2.0)
+    layer = replace(LAYER, query_heads=6, kv_heads=3)
+    priced, plain = (LayerRates.of(layer, profile, 1, 1) for profile in (idle, PROFILE))
+    load = StageLoad(np.array([4, 0]), np.array([6, 6]), np.array([300, 2]), np.array([300, 2]))
+    # 15 programs leave 5 of 20 turns idle, a third of what is computed: of 10 pairs, touched.
+    more = priced.stage_ms(load) - plain.stage_ms(load)
+    assert more == pytest.approx([10 * (5 / 15) * 0.5 * priced.forward_pair_ms, 0])
+    more = priced.stage_ms(load, backward=True) - plain.stage_ms(load, backward=True)
+    assert more == pytest.approx([10 * (2 / 18) * 2.0 * priced.backward_pair_ms, 0])
 
 
 def test_rows_under_a_window_cost_their_edges():

@@ -51,6 +51,7 @@ def forward_fields(
     return {
         "forward_flops_per_ms": 1 / pair,
         "forward_hidden_factor": hidden / pair,
+        "forward_idle_factor": c["idle_flops"] / pair,
         "remote_pair_factor": remote / pair,
         "forward_window_factor": 1 + c["window_flops"] / pair,
         "forward_window_row_ms": c["window_rows"],
@@ -70,6 +71,7 @@ def backward_fields(
         # The profile counts 2.5 times the forward's FLOPs in the backward.
         "backward_flops_per_ms": 2.5 / pair,
         "backward_hidden_factor": hidden / pair,
+        "backward_idle_factor": c["idle_flops"] / pair,
         "backward_remote_factor": remote / pair,
         "backward_window_factor": 1 + c["window_flops"] / pair,
         "backward_window_row_ms": c["window_rows"],

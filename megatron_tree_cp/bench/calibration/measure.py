@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -20,6 +21,7 @@ from ...ops.attention.registry import AttentionCase, select
 from ...ops.attention.stages import build_stage, query_positions
 from ...plan.exchange import RankExchange
 from ...plan.model import LayerClass
+from ...plan.rounds import backward_programs, forward_programs, idle_share
 from ...plan.values import frozen_array
 from .coefficients import (
     STEPS,
@@ -71,10 +73,14 @@ class Workload:
         return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
-def device_components(work: Workload, device: torch.device) -> list[Component]:
-    """What one device tells, in the order in which the fits need each other."""
-    bench = DeviceBench(work, device)
-    head = ("launch", "flops", "local_flops", "remote_flops", "window_flops", "window_rows")
+def device_components(
+    work: Workload, device: torch.device, processors: float | None = None
+) -> list[Component]:
+    """What one device tells, in the order in which the fits need each other; of ``processors``
+    multiprocessors (default: its own)."""
+    bench = DeviceBench(work, device, processors)
+    pairs = ("launch", "flops", "local_flops", "remote_flops", "window_flops", "window_rows")
+    head = (*pairs, "idle_flops")
     tiles = (*head, "tile_flops", "hidden_flops")
     ramps = tuple(ramp / work.scale for ramp in RAMPS)
     return [
@@ -116,8 +122,11 @@ _COPIES = tuple(f"{step}_{what}" for step in ("copy", *STEPS) for what in ("laun
 class DeviceBench:
     """Cases of one workload on one device."""
 
-    def __init__(self, work: Workload, device: torch.device) -> None:
+    def __init__(
+        self, work: Workload, device: torch.device, processors: float | None = None
+    ) -> None:
         self.work, self.device = work, device
+        self.processors = processors or processors_of(device)
         self.scale = work.head_dim**-0.5
 
     def random(self, *shape: int) -> torch.Tensor:
@@ -140,13 +149,19 @@ class DeviceBench:
         for stage in itertools.islice(stage_cases(self.work.scale), 0, None, every):
             yield Case(
                 stage.label,
-                self.stage_features(stage),
+                self.stage_features(stage, backward),
                 partial(self.stage_call, stage, backward),
             )
 
-    def stage_features(self, stage: StageCase) -> Features:
+    def stage_features(self, stage: StageCase, backward: bool) -> Features:
         flops, heads = self.work.layer().pair_flops, float(self.work.query_heads)
         begin, end = stage.plan.query_range
+        rows, keys = np.asarray(end - begin), np.asarray(stage.plan.keys.num_keys)
+        idle = 0.0
+        if self.processors is not None:
+            ahead = forward_programs(rows, heads, self.work.kv_heads)
+            programs = backward_programs(keys, heads) if backward else ahead
+            idle = float(idle_share(programs, self.processors))
         place = "remote" if stage.remote else "local"
         return {
             "launch": 1.0,
@@ -154,6 +169,7 @@ class DeviceBench:
             f"{place}_flops": flops * stage.pairs,
             "hidden_flops": flops * stage.hidden,
             "tile_flops": flops * (stage.pairs + stage.hidden),
+            "idle_flops": flops * (stage.pairs + stage.hidden) * idle,
             "window_flops": flops * stage.pairs if stage.window is not None else 0.0,
             "window_rows": (end - begin) * heads if stage.window is not None else 0.0,
             "work": flops * (stage.pairs + stage.hidden),
@@ -284,6 +300,13 @@ class DeviceBench:
         out, leaves = forward(), [x, qkv, project, widen, narrow, *norms]
         grad = torch.randn_like(out)
         return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+
+def processors_of(device: torch.device) -> float | None:
+    """Multiprocessors of a GPU; None of a CPU."""
+    if device.type != "cuda":
+        return None
+    return float(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def device_mask(stage: StageCase, device: torch.device) -> tuple[IntervalMask, slice]:

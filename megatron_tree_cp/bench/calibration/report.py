@@ -30,7 +30,7 @@ def profile_document(
     are those of ``base``, whose records say where they come from; without it they keep their
     defaults. Those that nothing told are named as unmeasured; limits are no measurements.
     """
-    optional = {"name", "ranks_per_node", "memory_limit_bytes"}
+    optional = {"name", "ranks_per_node", "processors", "memory_limit_bytes"}
     told = {} if base is None else json.loads(base.to_json())["coefficients"]
     unmeasured = [
         field.name
@@ -81,8 +81,8 @@ def samples_text(samples: Mapping[str, Sequence[Sample]], conditions: Mapping[st
 
 def read_samples(
     path: Path, conditions: Mapping[str, Any] | None = None
-) -> dict[str, list[Sample]]:
-    """Samples of a former calibration.
+) -> tuple[dict[str, list[Sample]], dict[str, Any]]:
+    """(samples of a former calibration, what they were taken under).
 
     Raises InputError for anything else, and where they were taken under other ``conditions``.
     """
@@ -98,4 +98,4 @@ def read_samples(
                 f"{path}: measured with {name} {taken.get(name)!r}, this run has {wanted!r}; "
                 f"leave --resume out to measure anew"
             )
-    return samples
+    return samples, taken
