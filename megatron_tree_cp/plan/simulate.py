@@ -152,10 +152,8 @@ class LayerRates:
         if backward:
             pair_ms, launch = self.backward_pair_ms, profile.backward_launch_ms
             edge_ms = self.backward_edge_ms
-            hidden_factor, idle_factor = (
-                profile.backward_hidden_factor,
-                profile.backward_idle_factor,
-            )
+            hidden_factor = profile.backward_hidden_factor
+            idle_factor = profile.backward_idle_factor
             row_passes, key_passes = profile.backward_row_passes, profile.backward_key_passes
             factor = _or(profile.backward_remote_factor, factor)
             underfill = _or(profile.backward_underfill_ms, underfill)
@@ -163,10 +161,8 @@ class LayerRates:
         else:
             pair_ms, launch = self.forward_pair_ms, profile.forward_launch_ms
             edge_ms = self.forward_edge_ms
-            hidden_factor, idle_factor = (
-                profile.forward_hidden_factor,
-                profile.forward_idle_factor,
-            )
+            hidden_factor = profile.forward_hidden_factor
+            idle_factor = profile.forward_idle_factor
             row_passes, key_passes = profile.forward_row_passes, 0.0
         work = touched = pairs
         if load.hidden is not None:
