@@ -38,7 +38,8 @@ FAMILIES = (
 )
 """(prefix, branches, branch length, tokens) of rows of equal families."""
 
-WINDOWS = (512, 2_048)
+WINDOWS = (128, 512, 2_048)
+"""From windows of one tile, where all tiles are partial, to those of many full ones."""
 
 CUTS = ((2, 2), (2, 4), (4, 4), (4, 8))
 """(ranks, slabs): a row is cut into equal slabs, dealt to the ranks forth and back."""
@@ -84,7 +85,7 @@ def stage_cases(scale: int) -> Iterator[StageCase]:
             yield from _cases(name, tree, ranks, slabs, None, waves, ranks - 1)
             yield from _cases(name, tree, ranks, slabs, None, 1, i % ranks)
             if i % 2 == 0:
-                window = max(WINDOWS[i // 2 % 2] // scale, 2)
+                window = max(WINDOWS[i // 2 % len(WINDOWS)] // scale, 2)
                 yield from _cases(name, tree, ranks, slabs, window, 1, ranks - 1)
 
 
