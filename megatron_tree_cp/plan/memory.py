@@ -150,7 +150,7 @@ def _table_bytes(plan: AttentionPlan, rank: int) -> float:
     total = 0.0
     for call in calls:
         queries, keys = call.query_range[1] - call.query_range[0], call.keys.num_keys
-        total += 4 * 4 * -(-queries // TILE) * -(-keys // TILE) + 4 * 4 * keys
+        total += 4 * 4 * -(-queries // TILE) * -(-keys // TILE) + 2 * 4 * keys
         if plan.window is not None:
-            total += 2 * 4 * (queries + keys)
+            total += 4 * (queries + keys)
     return total
