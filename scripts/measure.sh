@@ -29,13 +29,13 @@ export CUDA_DEVICE_MAX_CONNECTIONS=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 
 # What every measurement takes, and what tiny CPU runs take in place of a step's own options.
 COMMON=(--commit "$COMMIT")
-TINY=() HEADS=() GDN_HEADS=() ROWS=(--warmup 6 --rows 8) FEW=(--warmup 2 --rows 4)
+TINY=() HEADS=() GDN_HEADS=() ROWS=(--warmup 6 --rows 8) FEW=(--warmup 2 --rows 4) PLANNED=2
 if [ -n "$CPU" ]; then
     COMMON+=(--device cpu --dtype float32)
     TINY=(--tokens 256)
     HEADS=(--heads 4/2/16)
     GDN_HEADS=(--gdn-heads 2/4/16/16)
-    ROWS=(--warmup 1 --rows 1) FEW=(--warmup 1 --rows 1)
+    ROWS=(--warmup 1 --rows 1) FEW=(--warmup 1 --rows 1) PLANNED=1
 fi
 
 cli() { # log, words of tree-cp
@@ -51,16 +51,16 @@ bench() { # operator, file, options
     local operator=$1 file=$2 with
     shift 2
     mapfile -t with < <(profile)
-    cli "$OUT/$(basename "$file" .json).log" bench "$operator" "${COMMON[@]}" "${TINY[@]}" \
+    cli "${file%.json}.log" bench "$operator" "${COMMON[@]}" "${TINY[@]}" \
         "${with[@]}" --evidence "$file" "$@"
 }
 
 presets=(fixed_5k varied_5k dominant medium_long deep short long_chain)
 
 calibrate() {
-    local quick=(--gdn --repeats 3 --samples "$OUT/samples.json" --resume)
-    [ -z "$CPU" ] || quick+=(--quick --hidden-size 32 --ffn-size 64 --impl tiled)
-    cli "$OUT/calibrate.log" calibrate --cp "${CP[@]}" "${COMMON[@]}" "${HEADS[@]}" "${quick[@]}" \
+    local how=(--gdn --repeats 3 --samples "$OUT/samples.json" --resume)
+    [ -z "$CPU" ] || how+=(--quick --hidden-size 32 --ffn-size 64 --impl tiled)
+    cli "$OUT/calibrate.log" calibrate --cp "${CP[@]}" "${COMMON[@]}" "${HEADS[@]}" "${how[@]}" \
         --out "$1"
 }
 
@@ -68,8 +68,7 @@ predict() {
     local with
     mapfile -t with < <(profile)
     cli "$OUT/predict.log" predict --preset "${presets[@]}" --cp "${CP[@]}" "${COMMON[@]}" \
-        "${HEADS[@]}" "${TINY[@]}" "${with[@]}" --rows "$([ -n "$CPU" ] && echo 1 || echo 2)" \
-        --evidence "$1"
+        "${HEADS[@]}" "${TINY[@]}" "${with[@]}" --rows "$PLANNED" --evidence "$1"
 }
 
 attention() {
@@ -136,7 +135,8 @@ for step; do
     began=$SECONDS
     echo "$step"
     if ! "$step" "$file"; then
-        echo "  failed: $(grep -h 'rror: ' "$OUT"/*"$step"*.log 2> /dev/null | tail -n 1)" >&2
+        log=$(ls -t "$OUT"/*.log | head -n 1)
+        echo "  failed: $log: $(grep 'rror: ' "$log" | tail -n 1)" >&2
         status=1
     fi
     echo "  $((SECONDS - began)) s"

@@ -13,7 +13,7 @@ _ALIGNMENT = 32
 """Of the results, in entries: kernels are compiled for the alignment of their pointers."""
 
 
-def expand_ranges(
+def expand_columns(
     lengths: np.ndarray,
     columns: Sequence[tuple[np.ndarray, np.ndarray]],
     device: torch.device,
@@ -52,5 +52,5 @@ def expand_ranges(
 
 def range_indices(starts: np.ndarray, lengths: np.ndarray, device: torch.device) -> torch.Tensor:
     """int64[N]: the integers of all ranges in order, on `device`."""
-    (indices,) = expand_ranges(lengths, [(starts, np.ones_like(starts))], device, torch.int64)
+    (indices,) = expand_columns(lengths, [(starts, np.ones_like(starts))], device, torch.int64)
     return indices

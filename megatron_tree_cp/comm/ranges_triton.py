@@ -35,7 +35,7 @@ def _expand(table, out, ranges, entries, width, steps, COLUMNS: tl.constexpr, BL
 
 
 def expand(table: torch.Tensor, out: torch.Tensor, entries: int) -> None:
-    """Fill out[:, :entries] as `ranges.expand_ranges` describes it; the rest is left alone."""
+    """Fill out[:, :entries] as `ranges.expand_columns` describes it; the rest is left alone."""
     ranges = table.shape[1]
     if not entries:
         return

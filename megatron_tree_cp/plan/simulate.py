@@ -105,8 +105,9 @@ class LayerRates:
     pair_flops: float
     kv_bytes: float
     output_bytes: float
-    query_heads: float = 1.0
-    kv_heads: float = 1.0
+    query_heads: float
+    kv_heads: float
+    """On a rank."""
     forward_edge_ms: float = 0.0
     backward_edge_ms: float = 0.0
     """A query row of all heads at the edges of its window."""

@@ -264,6 +264,7 @@ def test_samples_survive_a_file(tmp_path):
     assert read_samples(path, {"heat": 60.0}) == (samples, {"heat": 60.0})
     with pytest.raises(InputError, match="measured with heat 60.0, this run has 0.0"):
         read_samples(path, {"heat": 0.0})
-    path.write_text('{"copies": [{"what": 1}]}')
-    with pytest.raises(InputError, match="not a file of calibration samples"):
-        read_samples(path)
+    for text in ('{"conditions": {}, "samples": {"copies": [{"what": 1}]}}', '{"copies": []}'):
+        path.write_text(text)
+        with pytest.raises(InputError, match="not a file of calibration samples"):
+            read_samples(path)

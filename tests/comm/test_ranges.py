@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_tree_cp.comm.ranges import expand_ranges, range_indices
+from megatron_tree_cp.comm.ranges import expand_columns, range_indices
 from tests.kernel_script import run_script
 
 
 def test_expanded_in_torch():
     lengths = np.array([3, 0, 1, 4])
     columns = [(np.array([5, 9, 7, -2]), np.array([1, 1, 0, 2])), (lengths, 0 * lengths)]
-    a, b = expand_ranges(lengths, columns, torch.device("cpu"))
+    a, b = expand_columns(lengths, columns, torch.device("cpu"))
     assert a.tolist() == [5, 6, 7, 7, -2, 0, 2, 4] and b.tolist() == [3, 3, 3, 1, 4, 4, 4, 4]
     indices = range_indices(np.array([4, 0]), np.array([2, 3]), torch.device("cpu"))
     assert indices.tolist() == [4, 5, 0, 1, 2] and indices.dtype == torch.int64
@@ -33,7 +33,7 @@ for ranges_in_all in (1, 2, 3, 7, 64, 65, 130):
     if not lengths.sum():
         lengths[-1] = 5
     columns = [generator.integers(-50, 50, (2, ranges_in_all)) for _ in range(3)]
-    want = ranges.expand_ranges(lengths, columns, torch.device("cpu"))
+    want = ranges.expand_columns(lengths, columns, torch.device("cpu"))
     first = np.cumsum(lengths) - lengths
     flat = [x for column in columns for x in column]
     table = torch.from_numpy(np.stack([first, *flat]).astype(np.int32)).to(device)

@@ -1,7 +1,7 @@
 """The compiled kernels keep their matrix products in flight.
 
 A compiler that cannot prove a product's registers untouched waits after each one, says nothing, and
-the kernel is right and a sixth slower: words of bits in the mask of head dim 64 did that.
+the kernel is right and slower: words of bits in the mask of head dim 64 did that.
 """
 
 import re

@@ -159,8 +159,11 @@ class DeviceBench:
         rows, keys = np.asarray(end - begin), np.asarray(stage.plan.keys.num_keys)
         idle = 0.0
         if self.processors is not None:
-            ahead = forward_programs(rows, heads, self.work.kv_heads)
-            programs = backward_programs(keys, heads) if backward else ahead
+            programs = (
+                backward_programs(keys, heads)
+                if backward
+                else forward_programs(rows, heads, self.work.kv_heads)
+            )
             idle = float(idle_share(programs, self.processors))
         place = "remote" if stage.remote else "local"
         return {

@@ -9,7 +9,6 @@ distance: *touched* may keep a tile where branches meet, and no *full* tile hide
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -59,9 +58,15 @@ def tile_classes(mask: IntervalMask, q_tile: int, k_tile: int) -> TileClasses:
         q_max = _per_tile(q_pos, num_q, q_tile, -_FAR).amax(1)[:, None]
         k_min = _per_tile(k_pos, num_k, k_tile, _FAR).amin(1)
         full &= q_max - k_min < mask.window
+        keys = (
+            _per_tile(lo, num_k, k_tile, _FAR),
+            _per_tile(hi, num_k, k_tile, -_FAR),
+            _per_tile(k_pos, num_k, k_tile, 0),
+        )
+        queries = _per_tile(q_pos, num_q, q_tile, _FAR)
         at_once = max(1, _PAIRS_AT_ONCE // max(num_q * q_tile, num_k * k_tile))
         for some in torch.arange(num_q, device=device).split(at_once):
-            distance = _least_distance(lo, hi, q_pos, k_pos, some * q_tile, q_tile, k_tile)
+            distance = _least_distance(some * q_tile, queries[some], *keys)
             touched[some] &= distance < mask.window
     return TileClasses(touched, full & touched, q_tile, k_tile)
 
@@ -81,28 +86,25 @@ def _touched(
 
 
 def _least_distance(
+    first: torch.Tensor,
+    q_pos: torch.Tensor,
     lo: torch.Tensor,
     hi: torch.Tensor,
-    q_pos: torch.Tensor,
     k_pos: torch.Tensor,
-    first: torch.Tensor,
-    q_tile: int,
-    k_tile: int,
 ) -> torch.Tensor:
     """int64[len(first), key tiles]: a bound below of position(query) - position(key) in the tiles
-    that begin at queries ``first``, over pairs that intervals allow."""
-    num_k = -(-lo.shape[0] // k_tile)
-    keys = functools.partial(_per_tile, num_tiles=num_k, tile=k_tile)
-    lo, hi, k_pos = keys(lo, fill=_FAR), keys(hi, fill=-_FAR), keys(k_pos, fill=0)
-    begin = first[:, None, None]
+    that begin at queries ``first``, over pairs that intervals allow.
+
+    ``q_pos`` is [len(first), q_tile], the others [key tiles, k_tile].
+    """
+    begin, q_tile = first[:, None, None], q_pos.shape[1]
     reach = (lo < begin + q_tile) & (hi > begin) & (lo < hi)
     nearest_key = k_pos.masked_fill(~reach, -_FAR).amax(2)
     earliest = lo.masked_fill(~reach, _FAR).amin(2)[..., None]
     latest = hi.masked_fill(~reach, -_FAR).amax(2)[..., None]
     queries = begin + torch.arange(q_tile, device=lo.device)
-    positions = F.pad(q_pos, (0, q_tile), value=_FAR)[queries]
     reached = (earliest <= queries) & (queries < latest)
-    return positions.masked_fill(~reached, _FAR).amin(2) - nearest_key
+    return q_pos[:, None].masked_fill(~reached, _FAR).amin(2) - nearest_key
 
 
 def _per_tile(values: torch.Tensor, num_tiles: int, tile: int, fill: int) -> torch.Tensor:

@@ -11,7 +11,6 @@ comparisons a pair.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -122,25 +121,24 @@ class IntervalTileMask(AttentionMask):
                         scores[r, c] = scores[r, c] if visible else -Float32.inf
 
 
-class IntervalForward(FlashAttentionForwardSm90):
+class _UnderIntervals:
+    """A kernel of the package whose products see `IntervalTileMask` in place of its own mask."""
+
+    def mma(self, *arguments: Any, **named: Any) -> None:
+        swapped = {name: _masked(x) for name, x in named.items()}
+        super().mma(*map(_masked, arguments), **swapped)  # type: ignore[misc]
+
+
+class IntervalForward(_UnderIntervals, FlashAttentionForwardSm90):
     """The package's Hopper forward under interval masks."""
 
-    def mma(self, *arguments: Any, **named: Any) -> None:
-        super().mma(*_masked(arguments), **dict(zip(named, _masked(named.values()), strict=True)))
 
-
-class IntervalBackward(FlashAttentionBackwardSm90):
+class IntervalBackward(_UnderIntervals, FlashAttentionBackwardSm90):
     """The package's Hopper backward under interval masks."""
 
-    def mma(self, *arguments: Any, **named: Any) -> None:
-        super().mma(*_masked(arguments), **dict(zip(named, _masked(named.values()), strict=True)))
 
-
-def _masked(arguments: Any) -> Sequence[Any]:
-    """The arguments with the package's mask, a partial of its class, replaced by ours."""
-    return [
-        functools.partial(IntervalTileMask, *x.args, **x.keywords)
-        if isinstance(x, functools.partial) and x.func is AttentionMask
-        else x
-        for x in arguments
-    ]
+def _masked(argument: Any) -> Any:
+    """Ours where the argument is the package's mask, a partial of its class."""
+    if isinstance(argument, functools.partial) and argument.func is AttentionMask:
+        return functools.partial(IntervalTileMask, *argument.args, **argument.keywords)
+    return argument

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from megatron_tree_cp.comm.context import TreeContext
 from megatron_tree_cp.comm.exchange import RangeExchange
-from megatron_tree_cp.comm.ranges import expand_ranges
+from megatron_tree_cp.comm.ranges import expand_columns
 from megatron_tree_cp.comm.two_level import TwoLevelRangeExchange
 from megatron_tree_cp.ops.attention.interval_mask import HIDDEN, SPARE, IntervalMask
 from megatron_tree_cp.plan.two_level import TwoLevelExchange
@@ -152,7 +152,7 @@ def build_stage(plan: StagePlan, window: int | None, positions: torch.Tensor) ->
     ]
     if window is not None:
         columns.append((spare(keys.position), rising))
-    arrays = expand_ranges(np.append(keys.length, SPARE), columns, positions.device)
+    arrays = expand_columns(np.append(keys.length, SPARE), columns, positions.device)
     lo, hi, *k_positions = (x[:-SPARE] for x in arrays)
     # Keys that are all the queries' own rows: only a shard's own keys are, and in their order.
     diagonal = q_begin == 0 and bool(keys.diagonal.all())
